@@ -1,22 +1,22 @@
-"""Which servers receive a version from which: a tree of groups of at most ``MOST_HOSTS`` hosts, the relay's included.
+"""Which servers receive a version from which: a tree of groups of at most ``MOST`` servers, the relay's included.
 
-    sources --> hosts 1 to 32 --> host 1 relays --> hosts 33 to 63
-                              `-> host 2 relays --> hosts 64 to 94 ...
+    sources --> servers 1 to 32 --> server 1 relays to servers 33 to 63
+                                `-> server 2 relays to servers 64 to 94 ...
 
-Up to ``MOST_HOSTS`` hosts are one group, without relays. A server that joins or leaves changes its own group alone, a
-relay that leaves also the group below it. All servers of a host are in one group.
+Servers on up to ``MOST`` hosts are one group, without relays. Where there are relays, a server that joins or leaves
+changes its own group alone, a relay that leaves also the group below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from areal_lora.weight_sync.messages import ServerEndpoint
 
-MOST_HOSTS = 32
+MOST = 32
 
 
 class RelayGroup(msgspec.Struct, frozen=True):
@@ -28,69 +28,64 @@ class RelayGroup(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A group by its hosts; ``relay`` is the host that sends to it."""
+    """A group by the names of its servers and of its relay."""
 
-    hosts: list[str]
+    names: list[str]
     relay: str | None = None
 
 
 def relay_tree(
-    members: Sequence[ServerEndpoint], before: Sequence[RelayGroup] = (), most_hosts: int = MOST_HOSTS
+    members: Sequence[ServerEndpoint], before: Sequence[RelayGroup] = (), most: int = MOST
 ) -> tuple[RelayGroup, ...]:
     """The groups of ``members``, that of the sources first and each after the group of its relay.
 
-    Hosts stay where they are in ``before``. Two groups are merged when half of a group holds both.
+    Servers stay where they are in ``before``, also if they were restarted. Two groups are merged when half of a group
+    holds both.
     """
-    on = dict[str, list[ServerEndpoint]]()
-    for server in members:
-        on.setdefault(server.host, []).append(server)
-    if len(on) <= most_hosts:
+    few = len({server.host for server in members}) <= most and len(before) < 2
+    if few or len(members) <= most:
         return (RelayGroup(tuple(members)),)
-    branches = _kept(before, on, most_hosts // 2)
-    placed = {host for branch in branches for host in branch.hosts}
-    for host in on:
-        if host in placed:
-            continue
-        roomy = next((b for b in branches if len(b.hosts) < most_hosts - (b is not branches[0])), None)
+    by_name = {server.name: server for server in members}
+    branches = [_Branch([])]
+    if before and len(before[0].members) <= most:
+        branches = _kept(before, by_name, most // 2) or branches
+    placed = {name for branch in branches for name in branch.names}
+    for name in [name for name in by_name if name not in placed]:
+        roomy = next((b for b in branches if len(b.names) < most - (b is not branches[0])), None)
         if roomy is None:
             branches.append(roomy := _Branch([]))
-        roomy.hosts.append(host)
-    first = {host: servers[0] for host, servers in on.items()}
-    first |= {group.relay.host: group.relay for group in before if group.relay in members and group.relay is not None}
+        roomy.names.append(name)
     return tuple(
-        RelayGroup(
-            members=tuple(server for host in branch.hosts for server in on[host]),
-            relay=None if branch.relay is None else first[branch.relay],
-        )
-        for branch in _attached(branches)
+        RelayGroup(tuple(by_name[name] for name in b.names), None if b.relay is None else by_name[b.relay])
+        for b in _attached(branches)
     )
 
 
-def _kept(before: Sequence[RelayGroup], on: dict[str, list[ServerEndpoint]], half: int) -> list[_Branch]:
-    """The groups of ``before`` with the hosts that are left, small ones merged into earlier ones."""
+def _kept(before: Sequence[RelayGroup], by_name: Mapping[str, ServerEndpoint], half: int) -> list[_Branch]:
+    """The groups of ``before`` with the servers that are left, small ones merged into earlier ones."""
     kept = list[_Branch]()
     for group in before:
-        hosts = [host for host in dict.fromkeys(server.host for server in group.members) if host in on]
-        small = next((branch for branch in kept if len(branch.hosts) + len(hosts) <= half), None)
+        names = [server.name for server in group.members if server.name in by_name]
+        small = next((branch for branch in kept if len(branch.names) + len(names) <= half), None)
         if small is not None:
-            small.hosts += hosts
-        elif hosts:
-            kept.append(_Branch(hosts, None if group.relay is None else group.relay.host))
+            small.names += names
+        elif names:
+            kept.append(_Branch(names, None if group.relay is None else group.relay.name))
     return kept
 
 
 def _attached(branches: list[_Branch]) -> list[_Branch]:
-    """Give each group a relay that is reached before it: its own, else the nearest host that relays nothing."""
+    """Give each group a relay that is reached before it: its own, else the nearest server that relays nothing."""
     branches[0].relay = None
     reached, rest = branches[:1], branches[1:]
     while True:
         for branch in reached:  # also those that are appended meanwhile
-            below = [other for other in rest if other.relay in branch.hosts]
+            below = [other for other in rest if other.relay in branch.names]
             reached += below
             rest = [other for other in rest if other not in below]
         if not rest:
             return reached
-        elsewhere = {host for branch in rest for host in branch.hosts}
+        elsewhere = {name for branch in rest for name in branch.names}
         cut_off = next(branch for branch in rest if branch.relay not in elsewhere)
         relaying = {branch.relay for branch in reached}
-        cut_off.relay = next(host for branch in reached for host in branch.hosts if host not in relaying)
+        cut_off.relay = next(name for branch in reached for name in branch.names if name not in relaying)

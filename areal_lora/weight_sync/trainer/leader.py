@@ -23,7 +23,7 @@ from areal_lora.config.recorded import PROBE_TOLERANCES
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError, RefusalReason
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.link.relays import MOST_HOSTS, RelayGroup, relay_tree
+from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
@@ -45,7 +45,7 @@ class Leader:
     ``on_active`` is called in the publisher thread, before ``PublishJob.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
     ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
-    ``tolerance`` is that of ``check_probe``, ``session`` that of `ShardManifest`, ``most_hosts`` that of `relay_tree`.
+    ``tolerance`` is that of ``check_probe``, ``session`` that of `ShardManifest`, ``most`` that of `relay_tree`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Leader:
         on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
         session: int = 0,
-        most_hosts: int = MOST_HOSTS,
+        most: int = MOST,
     ) -> None:
         self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
         self._on_active, self._on_wait, self._loading, self._session = on_active, on_wait, loading, session
@@ -72,7 +72,7 @@ class Leader:
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}  # of the attempt, and so are the posts
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
         self._due = 0.0  # when their answers are (time.monotonic)
-        self._most_hosts, self._tree, self._relays = most_hosts, tuple[RelayGroup, ...](), set[ServerEndpoint | None]()
+        self._most, self._tree, self._relays = most, tuple[RelayGroup, ...](), set[ServerEndpoint | None]()
         # Groups whose members are in step, and their sources.
         self._formed, self._formed_sources = set[RelayGroup](), frozenset[int]()
         self._sources: dict[str, frozenset[int]] = {}  # by adapter: the ranks that own its tensors
@@ -186,7 +186,7 @@ class Leader:
         """Whether exactly ``members`` are in groups of all sources, and have taken part in the same broadcasts."""
         if not self._formed_sources >= self._needed:
             self._formed.clear()
-        self._tree = relay_tree(members, self._tree, self._most_hosts)
+        self._tree = relay_tree(members, self._tree, self._most)
         return self._formed.issuperset(self._tree)
 
     def _connect(self, job: PublishJob) -> Step:

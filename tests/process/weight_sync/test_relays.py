@@ -41,7 +41,7 @@ class Tree:
             config=config,
             tolerance=1e-6,
             watch=self,  # type: ignore[arg-type]
-            most_hosts=3,
+            most=3,
         )
         self.leader, join, self.told = leader, leader._fleet.join, list[set[str]]()
 
