@@ -1,7 +1,7 @@
 """Which servers receive a version from which: a tree of groups of at most ``MOST`` servers, the relay's included.
 
-    sources --> servers 1 to 32 --> server 1 relays to servers 33 to 63
-                                `-> server 2 relays to servers 64 to 94 ...
+    sources --> servers 1 to 32 --> server 32 relays to servers 33 to 63
+                                `-> server 31 relays to servers 64 to 94 ...
 
 Servers on up to ``MOST`` hosts are one group, without relays. Where there are relays, a server that joins or leaves
 changes its own group alone, a relay that leaves also the group below it.
@@ -17,6 +17,7 @@ import msgspec
 from areal_lora.weight_sync.messages import ServerEndpoint
 
 MOST = 32
+RELAYED_BYTES = 8 << 20  # largest bucket where there are relays: one is on its way to each level meanwhile
 
 
 class RelayGroup(msgspec.Struct, frozen=True):
@@ -75,7 +76,10 @@ def _kept(before: Sequence[RelayGroup], by_name: Mapping[str, ServerEndpoint], h
 
 
 def _attached(branches: list[_Branch]) -> list[_Branch]:
-    """Give each group a relay that is reached before it: its own, else the nearest server that relays nothing."""
+    """Give each group a relay that is reached before it: its own, else the nearest server that relays nothing.
+
+    The last servers of a group send least in it: gloo's trees have them as leaves.
+    """
     branches[0].relay = None
     reached, rest = branches[:1], branches[1:]
     while True:
@@ -88,4 +92,4 @@ def _attached(branches: list[_Branch]) -> list[_Branch]:
         elsewhere = {name for branch in rest for name in branch.names}
         cut_off = next(branch for branch in rest if branch.relay not in elsewhere)
         relaying = {branch.relay for branch in reached}
-        cut_off.relay = next(name for branch in reached for name in branch.names if name not in relaying)
+        cut_off.relay = next(name for branch in reached for name in branch.names[::-1] if name not in relaying)

@@ -35,7 +35,7 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
-from areal_lora.weight_sync.link.relays import RelayGroup
+from areal_lora.weight_sync.link.relays import RELAYED_BYTES, RelayGroup
 from areal_lora.weight_sync.manifest import shard_keys
 from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -333,8 +333,11 @@ class Publisher:
         """The store of ``group``; None unless this rank is a source and the group has members."""
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
-        # A relay sends parts on as it receives them.
-        bucket_bytes = self._group.bucket_bytes if self._group else int(self._config.bucket_mib * 2**20)
+        bucket_bytes = int(self._config.bucket_mib * 2**20)
+        if self._group is not None:
+            bucket_bytes = self._group.bucket_bytes  # a relay sends parts on as it receives them
+        elif not attempt.shared:
+            bucket_bytes = min(bucket_bytes, RELAYED_BYTES)
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,

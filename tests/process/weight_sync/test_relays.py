@@ -128,7 +128,7 @@ def test_relayed_versions_arrive_bit_for_bit(tree: Tree) -> None:
         report = tree.end(tree.begin())
         assert (report.attempts, report.lost, [s.name for s in report.servers]) == (1, {}, names(0, 1, 2, 3, 4))
         assert (report.probe_mean_abs, report.differs) == (0.0, tree.version > 0)
-    assert tree.groups() == [(None, names(0, 1, 2)), ("server-0", names(3, 4))]
+    assert tree.groups() == [(None, names(0, 1, 2)), ("server-2", names(3, 4))]
     assert tree.told == [], "the groups stay"
 
 
@@ -144,13 +144,13 @@ def test_a_server_that_joins_touches_one_group(tree: Tree) -> None:
 def test_a_server_that_dies_below_a_relay_costs_its_group_an_attempt(tree: Tree) -> None:
     report = tree.killed("server-4")
     assert report.attempts == 2
-    assert tree.groups() == [(None, names(0, 1, 2)), ("server-0", names(3)), ("server-1", names(5))]
-    assert tree.told == [set(names(0, 3))]
+    assert tree.groups() == [(None, names(0, 1, 2)), ("server-2", names(3)), ("server-1", names(5))]
+    assert tree.told == [set(names(2, 3))]
     assert tree.end(tree.begin()).attempts == 1
 
 
 def test_a_relay_that_dies_loses_no_version(tree: Tree) -> None:
-    report = tree.killed("server-0")
+    report = tree.killed("server-2")
     assert report.attempts == 2
-    assert tree.groups() == [(None, names(1, 2)), ("server-1", names(5)), ("server-2", names(3))]
+    assert tree.groups() == [(None, names(0, 1)), ("server-1", names(5)), ("server-0", names(3))]
     assert tree.end(tree.begin()).attempts == 1
