@@ -80,16 +80,11 @@ class CostModel:
         relayed = max((len(group.members) for group in below), default=0)
         return (len(first.members) + len(below) + relayed) * REQUEST_S
 
-    def form_s(self, groups: Sequence[RelayGroup]) -> float:
-        """Rank 0 invites the servers; then each member connects to all others of each source's group."""
-        invited = {server for group in groups for server in (*group.members, group.relay)} - {None}
-        return len(invited) * REQUEST_S + self.sources * max(map(_workers, groups)) * CONNECT_S
-
     def wire_s(self, tree: Sequence[RelayGroup]) -> float:
         """All groups send at once, bucket by bucket: the slowest counts, and a bucket's way to it."""
         ends, level_s = list[float](), dict[ServerEndpoint | None, float]({None: 0.0})
         for group in tree:  # each after that of its relay
-            workers, senders = _workers(group), 1 if group.relay else self.sources
+            workers, senders = workers_of(group), 1 if group.relay else self.sources
             ends.append(level_s[group.relay] + self.group_s(workers, senders))
             bucket_s = self.group_s(
                 workers, senders, min(self.nbytes, self.sources * min(self.bucket_bytes, RELAYED_BYTES))
@@ -109,7 +104,14 @@ class CostModel:
         return seconds + (workers - 1) * HOP_S * (self.link_s > 0)
 
 
-def _workers(group: RelayGroup) -> int:
+def form_s(groups: Sequence[RelayGroup], sources: int) -> float:
+    """Rank 0 invites the servers; then each member connects to all others of each source's group."""
+    invited = {server for group in groups for server in (*group.members, group.relay)} - {None}
+    return len(invited) * REQUEST_S + sources * max(map(workers_of, groups)) * CONNECT_S
+
+
+def workers_of(group: RelayGroup) -> int:
+    """Receivers of a group, which has its root besides."""
     return sum(server.workers for server in group.members)
 
 

@@ -26,7 +26,7 @@ from areal_lora.config.models import Config
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
 from areal_lora.errors import ArealLoraError, ConfigError, ManifestError, PublishError, RefusalReason, RolloutError
 from areal_lora.launcher.dry_run import make_table
-from areal_lora.launcher.simulation.cost_model import CostModel, VirtualLoop, VirtualServer
+from areal_lora.launcher.simulation.cost_model import CostModel, VirtualLoop, VirtualServer, form_s
 from areal_lora.obs.console import duration, histogram, percent
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -268,7 +268,7 @@ class _World:
                 raise PublishError(f"{ref}: {n} servers remain, cluster.min_servers is {fewest}")
             self.tree = relay_tree(self.members, self.tree)
             if forming := set(self.tree) - self.formed:
-                await spend("form", costs.form_s(sorted(forming, key=self.tree.index)))
+                await spend("form", form_s(list(forming), costs.sources))
                 self.formed = set(self.tree)
             await spend("announce", costs.requests_s(self.tree))
             await spend("wire", costs.wire_s(self.tree))

@@ -508,6 +508,7 @@ ADMIN_PATHS = [
     ("POST", transport.JOIN_PATH),
     ("POST", transport.PUBLISH_PATH),
     ("POST", transport.SCORE_PATH),
+    ("POST", transport.RELAY_PATH),
     ("GET", "/openapi.json"),
 ]
 

@@ -108,7 +108,7 @@ def test_a_lost_host_is_excluded_and_costs_time() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_publish_to_512_servers_takes_at_most_half_more_than_to_8(backend: str) -> None:
-    """Of the shipped job; of the figures of 512 the last publish is that after a lost server."""
+    """Of the shipped job, with more servers."""
     shipped = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], [f"weight_sync.backend={backend}"])
     costs = arithmetic(shipped, ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}))
     few, many = (simulate(shipped, costs, Scenario(servers=n, ranks=8, steps=3)) for n in (8, 512))
