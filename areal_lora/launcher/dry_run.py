@@ -23,14 +23,13 @@ from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.simulation.cost_model import form_s, workers_of
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.network.addresses import WILDCARDS, on_loopback
 from areal_lora.obs.console import duration, human_bytes
 from areal_lora.rollout.ledger.reconcile import reconciliations
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.weight_sync.link.relays import MOST, relay_tree
+from areal_lora.weight_sync.link.relays import MOST, form_s, relay_tree, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}

@@ -32,9 +32,9 @@ LINES = {
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 9110,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 9119,  # context parallelism, chunked logits, recompute; adapters in grouped products; views; /admin/relay
     "families": 1430,  # FLOPs of passes
-    "launcher": 4611,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
+    "launcher": 4661,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs; relays
     "library": 470,
     "network": 851,  # the types of /v1/tool_calls, once for client and server; usable() reads events
     "obs": 4380,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
@@ -46,7 +46,7 @@ LINES = {
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3838,  # parts of a batch; which passes join and share starts; rollouts and machines of a step
-    "weight_sync": 5114,  # groups formed at once, with names of missing receivers; keyed shards; views; kept pings
+    "weight_sync": 5523,  # relays: their tree, groups and requests; names of missing receivers; keyed shards; views
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -24,12 +24,11 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.obs.metrics.records import RunMetrics
-from areal_lora.weight_sync.link.relays import RELAYED_BYTES, RelayGroup
+from areal_lora.weight_sync.link.relays import RELAYED_BYTES, REQUEST_S, RelayGroup, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint
 
 FLOPS_PER_S, BYTES_PER_S, HOST_BYTES_PER_S = 600e12, 3.35e12, 10e9
-REQUEST_S, CONNECT_S, HOP_S = 0.4e-3, 0.14e-3, 50e-6
-"""Of rank 0 for a request to one server; of a member for one of its peers; of a chunk for one member of a ring."""
+HOP_S = 50e-6  # of a chunk for one member of a ring
 FIRST = 2
 """First steps of a run, which do not count: they compile, and wait for the first answers."""
 
@@ -75,7 +74,7 @@ class CostModel:
         return groups * self.prompt_tokens * self.prompt_token_s + iterations * self.iteration_s(seats)
 
     def requests_s(self, tree: Sequence[RelayGroup]) -> float:
-        """One request to each server: rank 0's interpreter, or a relay's, handles one at a time (`Fleet.route`)."""
+        """One request to each server: rank 0's interpreter, or a relay's, handles one at a time (`Fleet.groups`)."""
         first, *below = tree
         relayed = max((len(group.members) for group in below), default=0)
         return (len(first.members) + len(below) + relayed) * REQUEST_S
@@ -102,17 +101,6 @@ class CostModel:
             levels = math.ceil(math.log2(workers + 1))
             return seconds * max(1.0, levels / senders, levels - 1)
         return seconds + (workers - 1) * HOP_S * (self.link_s > 0)
-
-
-def form_s(groups: Sequence[RelayGroup], sources: int) -> float:
-    """Rank 0 invites the servers; then each member connects to all others of each source's group."""
-    invited = {server for group in groups for server in (*group.members, group.relay)} - {None}
-    return len(invited) * REQUEST_S + sources * max(map(workers_of, groups)) * CONNECT_S
-
-
-def workers_of(group: RelayGroup) -> int:
-    """Receivers of a group, which has its root besides."""
-    return sum(server.workers for server in group.members)
 
 
 def arithmetic(config: Config, shape: ModelShape) -> CostModel:

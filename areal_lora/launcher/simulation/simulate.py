@@ -26,7 +26,7 @@ from areal_lora.config.models import Config
 from areal_lora.data.prompts import Formatter, Prompt, PromptStream
 from areal_lora.errors import ArealLoraError, ConfigError, ManifestError, PublishError, RefusalReason, RolloutError
 from areal_lora.launcher.dry_run import make_table
-from areal_lora.launcher.simulation.cost_model import CostModel, VirtualLoop, VirtualServer, form_s
+from areal_lora.launcher.simulation.cost_model import CostModel, VirtualLoop, VirtualServer
 from areal_lora.obs.console import duration, histogram, percent
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -36,7 +36,7 @@ from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router, VersionRetired
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
-from areal_lora.weight_sync.link.relays import RelayGroup, relay_tree
+from areal_lora.weight_sync.link.relays import RelayGroup, form_s, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer import decisions, membership
 

@@ -1,4 +1,4 @@
-"""Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
+"""Broadcast groups, one per source rank: the source is rank 0, or a relay of its bytes; the receivers are 1..n.
 
 Each group is a process group on a store of its own: trainer and servers, which share no launcher, can form and leave
 groups at any time. The store runs at the source and requires the run secret (``distributed.store``). gloo's own

@@ -19,6 +19,9 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 MOST = 32
 RELAYED_BYTES = 8 << 20  # largest bucket where there are relays: one is on its way to each level meanwhile
 
+REQUEST_S, CONNECT_S = 0.4e-3, 0.14e-3
+"""Of rank 0 for a request to one server, of a member for one of its peers; measured with gloo on one host's CPUs."""
+
 
 class RelayGroup(msgspec.Struct, frozen=True):
     """Servers that receive together: from the sources, or from the first worker of ``relay``, of another group."""
@@ -93,3 +96,14 @@ def _attached(branches: list[_Branch]) -> list[_Branch]:
         cut_off = next(branch for branch in rest if branch.relay not in elsewhere)
         relaying = {branch.relay for branch in reached}
         cut_off.relay = next(name for branch in reached for name in branch.names[::-1] if name not in relaying)
+
+
+def form_s(groups: Sequence[RelayGroup], sources: int) -> float:
+    """Rank 0 invites the servers; then each member connects to all others of each source's group."""
+    invited = {server for group in groups for server in (*group.members, group.relay)} - {None}
+    return len(invited) * REQUEST_S + sources * max(map(workers_of, groups)) * CONNECT_S
+
+
+def workers_of(group: RelayGroup) -> int:
+    """Receivers of a group, which has its root besides."""
+    return sum(server.workers for server in group.members)

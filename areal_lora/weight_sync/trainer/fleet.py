@@ -88,12 +88,15 @@ class _Line:
 
 
 class Fleet:
-    """Lines to all members. A server that leaves and returns gets a new line, and drops what was dropped meanwhile."""
+    """Lines to all members. A server that leaves and returns gets a new line, and drops what was dropped meanwhile.
+
+    Versions and probes for the servers below a relay of ``groups`` go to the relay, in one request.
+    """
 
     def __init__(self, run: str, secret: str) -> None:
         self._run, self._secret = run, secret
         self._lines: dict[ServerEndpoint, _Line] = {}
-        self._groups: Sequence[RelayGroup] = ()
+        self.groups: Sequence[RelayGroup] = ()
         self._away: dict[ServerEndpoint, set[str]] = {}  # adapters that former members, which may return, have to drop
 
     def keep(self, members: Iterable[ServerEndpoint]) -> None:
@@ -107,10 +110,6 @@ class Fleet:
             line.undropped |= self._away.get(server, set())
             # An earlier session of the server does not return.
             self._away = {other: names for other, names in self._away.items() if other.name != server.name}
-
-    def route(self, groups: Sequence[RelayGroup]) -> None:
-        """From now on send versions and probes of servers below a relay to the relay, in one request."""
-        self._groups = groups
 
     def close(self) -> None:
         self.keep(())
@@ -289,7 +288,7 @@ class Fleet:
                     post.set_exception(e)
 
         relayed = dict[ServerEndpoint, Future[T]]()
-        for group in self._groups:
+        for group in self.groups:
             if (line := self._lines.get(group.relay) if group.relay else None) is None:
                 continue
             if posts := {server: Future[T]() for server in group.members if server in servers}:

@@ -170,7 +170,7 @@ class Leader:
     def _attempt(self) -> decisions.Attempt:
         """Form the groups of the tree that are not in step; servers that relay no longer are told."""
         self._joins, self._posts = {}, {}
-        self._fleet.route(self._tree)
+        self._fleet.groups = self._tree
         forming = [group for group in self._tree if group not in self._formed]
         relays = {group.relay for group in self._tree}
         forming += [RelayGroup((), former) for former in self.roster.members if former in self._relays - relays]

@@ -149,6 +149,16 @@ def test_a_server_that_dies_below_a_relay_costs_its_group_an_attempt(tree: Tree)
     assert tree.end(tree.begin()).attempts == 1
 
 
+def test_a_relay_without_servers_ends_relaying(tree: Tree) -> None:
+    assert tree.killed("server-5").attempts == 1, "the others serve the version"
+    assert tree.end(tree.begin()).attempts == 1
+    assert tree.told == [set(names(1))]
+    tree.start(5)
+    wait_until(lambda: tree.leader.roster.available(), what="server-5")
+    assert tree.end(tree.begin()).joined == ["server-5"]
+    assert tree.told == [set(names(1, 5))]
+
+
 def test_a_relay_that_dies_loses_no_version(tree: Tree) -> None:
     report = tree.killed("server-2")
     assert report.attempts == 2

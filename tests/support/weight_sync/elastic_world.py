@@ -87,9 +87,6 @@ class VirtualFleet:
     def close(self) -> None:
         pass
 
-    def route(self, groups: Sequence[RelayGroup]) -> None:
-        pass
-
     def ping_again(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         found = self._world.sessions[server]
         if not found.answers:

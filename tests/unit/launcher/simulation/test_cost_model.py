@@ -11,9 +11,9 @@ from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
-from areal_lora.launcher.simulation.cost_model import REQUEST_S, arithmetic, scaled
+from areal_lora.launcher.simulation.cost_model import arithmetic, scaled
 from areal_lora.obs.metrics.records import RunMetrics
-from areal_lora.weight_sync.link.relays import relay_tree
+from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
 

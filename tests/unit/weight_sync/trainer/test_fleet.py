@@ -261,7 +261,7 @@ def test_a_relay_gets_the_requests_for_the_servers_below_it_in_one() -> None:
     fleet, layout = Fleet(RUN, SECRET), layout_of(share(values(0))[0])
     try:
         fleet.keep(members)
-        fleet.route([RelayGroup((members[0],)), RelayGroup((members[1], members[2]), members[0])])
+        fleet.groups = [RelayGroup((members[0],)), RelayGroup((members[1], members[2]), members[0])]
         until = time.monotonic() + WAIT_S
         for _ in range(2):
             found = answers(fleet.publish(members, announce(layout).manifest, layout, until, 1.0), until)
