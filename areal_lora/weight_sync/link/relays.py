@@ -66,7 +66,7 @@ def relay_tree(
 
 
 def _kept(before: Sequence[RelayGroup], by_name: Mapping[str, ServerEndpoint], half: int) -> list[_Branch]:
-    """The groups of ``before`` with the servers that are left, small ones merged into earlier ones."""
+    """The groups of ``before`` with the servers that remain, small ones merged into earlier ones."""
     kept = list[_Branch]()
     for group in before:
         names = [server.name for server in group.members if server.name in by_name]

@@ -99,7 +99,7 @@ class Wait(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, tag=True):
-    """Send the version; first form ``groups`` anew for each of the ``sources`` (ranks).
+    """Send the version; first replace ``groups``, with one for each of the ``sources`` (ranks).
 
     One without members ends what its relay sends on. ``shared``: the sources' group is the only one.
     """

@@ -168,7 +168,7 @@ class Leader:
         return self._connect(job)
 
     def _attempt(self) -> decisions.Attempt:
-        """Form the groups of the tree that are not in step; servers that relay no longer are told."""
+        """Form the groups of the tree that are not in step, and end the relaying of servers that have no group below."""
         self._joins, self._posts = {}, {}
         self._fleet.groups = self._tree
         forming = [group for group in self._tree if group not in self._formed]

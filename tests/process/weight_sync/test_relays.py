@@ -94,8 +94,8 @@ class Tree:
         job = self.begin()
         assert server.answer() == "midway"
         os.kill(server.process.pid, signal.SIGKILL)
-        del self.endpoints[name]
         report = self.end(job)
+        del self.endpoints[name]
         assert list(report.lost) == [name]
         assert {s.name for s in report.servers} == set(self.endpoints)
         return report
