@@ -4,7 +4,8 @@
                                 `-> server 31 relays to servers 64 to 94 ...
 
 Servers on up to ``MOST`` hosts are one group, without relays. Where there are relays, a server that joins or leaves
-changes its own group alone, a relay that leaves also the group below it.
+changes its own group alone, a relay that leaves also the group below it. The first and last relay change all: buckets
+are smaller where there are relays, which send them on as they are.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Leader:
         return self._connect(job)
 
     def _attempt(self) -> decisions.Attempt:
-        """Form the groups of the tree that are not in step, and end the relaying of servers that have no group below."""
+        """Form the groups of the tree that are not in step; servers without a group below end relaying."""
         self._joins, self._posts = {}, {}
         self._fleet.groups = self._tree
         forming = [group for group in self._tree if group not in self._formed]
@@ -186,7 +186,10 @@ class Leader:
         """Whether exactly ``members`` are in groups of all sources, and have taken part in the same broadcasts."""
         if not self._formed_sources >= self._needed:
             self._formed.clear()
-        self._tree = relay_tree(members, self._tree, self._most)
+        tree = relay_tree(members, self._tree, self._most)
+        if (len(tree) > 1) != (len(self._tree) > 1):
+            self._formed.clear()  # with relays buckets are smaller, and no memory is shared
+        self._tree = tree
         return self._formed.issuperset(self._tree)
 
     def _connect(self, job: PublishJob) -> Step:

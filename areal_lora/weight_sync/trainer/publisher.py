@@ -334,17 +334,13 @@ class Publisher:
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
         bucket_bytes = int(self._config.bucket_mib * 2**20)
-        if self._group is not None:
-            bucket_bytes = self._group.bucket_bytes  # a relay sends parts on as it receives them
-        elif not attempt.shared:
-            bucket_bytes = min(bucket_bytes, RELAYED_BYTES)
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,
             receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
             backend=self._backend,
             timeout_s=deadline - time.monotonic(),
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes if attempt.shared else min(bucket_bytes, RELAYED_BYTES),
             secret=self._secret,
             device=self._device,
         )
