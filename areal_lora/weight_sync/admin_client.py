@@ -143,7 +143,7 @@ def answered(server: ServerEndpoint, path: str, status: int, answer: bytes, kind
 
 
 class RequestRelay:
-    """A relay's requests to the servers below it, all at once, over connections that are kept."""
+    """A relay's requests to the servers below it, all at once, over connections that are kept until one fails."""
 
     def __init__(self, secret: str) -> None:
         self._secret, self._clients = secret, dict[ServerEndpoint, AdminClient]()
@@ -163,9 +163,8 @@ class RequestRelay:
                 status, answer = http.client.BAD_GATEWAY, str(e).encode()
             return RelayedAnswer(status=status, body=answer)
 
-        for server in self._clients.keys() - set(request.servers):
-            self._clients.pop(server).close()
         for server in request.servers:
-            self._clients.setdefault(server, AdminClient(server, self._secret))
+            if server not in self._clients:
+                self._clients[server] = AdminClient(server, self._secret)
         with ThreadPoolExecutor(max(1, len(request.servers)), thread_name_prefix="relay") as pool:
             return RelayReply(answers=list(pool.map(send, request.servers)))
