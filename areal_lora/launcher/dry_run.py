@@ -17,7 +17,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing.memory import GIB, LEAST_KV, broadcast_groups, device_bytes, kv_token_bytes, version_bytes
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, source_ranks, version_bytes
 from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import ModelShape, base_bytes
@@ -29,6 +29,8 @@ from areal_lora.network.addresses import WILDCARDS, on_loopback
 from areal_lora.obs.console import duration, human_bytes
 from areal_lora.rollout.ledger.reconcile import reconciliations
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.weight_sync.link.relays import MOST, form_s, relay_tree, workers_of
+from areal_lora.weight_sync.messages import ServerEndpoint
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
@@ -161,11 +163,29 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
     if config.adapters:
-        groups, members = broadcast_groups(config, plan.shape)
-        yield (
-            f"Broadcast groups: {groups} of {members} members, a trainer rank that owns tensors and all workers; "
-            f"formed at once, in at most {config.weight_sync.form_s:g} s, and again when servers join or leave"
+        yield _groups(config, plan)
+
+
+def _groups(config: Config, plan: JobPlan) -> str:
+    """Number, members and formation of the broadcast groups."""
+    sources, tp = source_ranks(config, plan.shape), config.rollout.tp
+    tree = relay_tree(
+        [
+            ServerEndpoint(name=spec.name, host=f"node {spec.node}", admin_port=0, data_port=0, workers=tp)
+            for spec in plan.role(SERVER)
+        ]
+    )
+    members = 1 + max(map(workers_of, tree))
+    which = f"{sources} of {members} members, a trainer rank that owns tensors and all workers"
+    touched = ""
+    if len(tree) > 1:
+        which = (
+            f"{sources * len(tree)} of at most {members} members, for each of {sources} trainer ranks that own tensors "
+            f"its group and {len(tree) - 1} below relays"
         )
+        touched = f", one group of at most {MOST} servers each time"
+    seconds = f"about {form_s(tree, sources):.2f} s, at most {config.weight_sync.form_s:g} s"
+    return f"Broadcast groups: {which}; formed at once, in {seconds}, and again when servers join or leave{touched}"
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:

@@ -26,8 +26,8 @@ from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.errors import PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.messages import ServerEndpoint
-from areal_lora.weight_sync.trainer.fleet import AdminClient
 
 SEQUENCES = 4  # of each batch
 MAX_TOKENS = 1024  # of a sequence, from its beginning; a server computes logits for all of them at once

@@ -27,6 +27,7 @@ LORA_A, LORA_B = ".lora_A.", ".lora_B."
 _MAGIC = b"ALM8"  # wire format version of an encoded announcement
 
 
+A = TypeVar("A")
 L = TypeVar("L")
 """A layout, or None if the server knows it; or either encoded, once for several servers: it takes a few megabytes."""
 
@@ -49,17 +50,27 @@ def encode(announcement: Announcement[Any]) -> bytes:
 
 def decode(data: bytes) -> Announcement[AdapterLayout | None]:
     """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
-    if data[: len(_MAGIC)] != _MAGIC:
-        text = "not a manifest of this wire format; run one version of areal_lora"
-        raise ManifestError(RefusalReason.MALFORMED, text)
-    try:
-        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement[AdapterLayout | None])
-    except msgspec.MsgspecError as e:
-        raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
+    announcement = _decoded(data, Announcement[AdapterLayout | None])
     if not 0.0 < announcement.timeout_s < math.inf:
         text = f"timeout_s is {announcement.timeout_s}, it must be positive and finite"
         raise ManifestError(RefusalReason.MALFORMED, text)
     return announcement
+
+
+def sent_later(data: bytes, seconds: float) -> bytes:
+    """An announcement as a relay sends it on ``seconds`` after it came. Raises ManifestError (``malformed``)."""
+    announcement = _decoded(data, Announcement[msgspec.Raw])
+    return encode(msgspec.structs.replace(announcement, timeout_s=announcement.timeout_s - seconds))
+
+
+def _decoded(data: bytes, kind: type[A]) -> A:
+    if data[: len(_MAGIC)] != _MAGIC:
+        text = "not a manifest of this wire format; run one version of areal_lora"
+        raise ManifestError(RefusalReason.MALFORMED, text)
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=kind)
+    except msgspec.MsgspecError as e:
+        raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
 
 
 def check_successor(

@@ -14,6 +14,7 @@ POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``Publi
 POST     ``/admin/drop``     ``DropRequest``                         200 ``DropReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
 POST     ``/admin/dismiss``  none                                    200: no publish counts on the server any more
+POST     ``/admin/relay``    ``RelayRequest``                        200 ``RelayReply``
 =======  ==================  ======================================  =================================
 
 A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else that is not 200
@@ -48,6 +49,7 @@ PUBLISH_PATH = "/admin/publish"
 DROP_PATH = "/admin/drop"
 SCORE_PATH = "/admin/score"
 DISMISS_PATH = "/admin/dismiss"
+RELAY_PATH = "/admin/relay"
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
@@ -81,9 +83,9 @@ class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and the settings that all members share.
 
-    ``world`` counts the source (rank 0) and all receivers. A member needs the run secret for the store, and
-    ``token``, which prefixes the store's keys and is sent over the admin plane. ``library`` is the name and version of
-    the backend's library at the source, which all members must share; empty if versions may differ.
+    ``world`` counts rank 0, the source or a relay of its bytes, and all receivers. A member needs the run secret for
+    the store, and ``token``, which prefixes the store's keys and is sent over the admin plane. ``library`` is the name
+    and version of the backend's library at the source, which all members must share; empty if versions may differ.
     """
 
     source: int
@@ -153,13 +155,17 @@ class PingReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
     leaving: bool = False
 
 
-class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
+class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``ranks[w]`` is the rank of the server's worker ``w`` in every group of ``endpoints`` (rank 0 sends).
+
+    Worker 0 sends what arrives on to the groups ``below`` (``link.relays``), as their rank 0. None: keep the groups.
+    """
 
     run: str
-    endpoints: list[SourceEndpoint]
+    endpoints: list[SourceEndpoint] | None
     ranks: list[int]
     timeout_s: float
+    below: list[SourceEndpoint] | None = None
 
 
 class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,6 +236,28 @@ class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     logprobs: list[list[float]]
+
+
+class RelayRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST ``body`` to ``path`` of the ``servers`` below a relay, each of which has ``timeout_s`` to answer."""
+
+    path: str
+    body: bytes
+    servers: list[ServerEndpoint]
+    timeout_s: float
+
+
+class RelayedAnswer(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer of one server; 502 with the error if there is none."""
+
+    status: int
+    body: bytes
+
+
+class RelayReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In the order of ``RelayRequest.servers``."""
+
+    answers: list[RelayedAnswer]
 
 
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"

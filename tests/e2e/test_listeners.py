@@ -22,7 +22,7 @@ import pytest
 
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
-from areal_lora.weight_sync.trainer.fleet import AdminClient
+from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.support.e2e.listeners import Listener
 from tests.support.e2e.metrics import records

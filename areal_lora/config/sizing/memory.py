@@ -288,11 +288,11 @@ def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, lay
     return config.trainer.ep if apart else min(1, len(keys))
 
 
-def broadcast_groups(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Number of a job's broadcast groups, and members of each: a source rank, and every worker of every server."""
+def source_ranks(config: Config, shape: ModelShape) -> int:
+    """Number of trainer ranks that own tensors of an adapter: each has broadcast groups."""
     stages = _stages(config, shape)
     most = (max(stage_sources(config, shape, adapter, layers) for adapter in config.adapters) for layers in stages)
-    return sum(most), 1 + config.rollout.servers * config.rollout.tp
+    return sum(most)
 
 
 def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:

@@ -24,10 +24,11 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.obs.metrics.records import RunMetrics
+from areal_lora.weight_sync.link.relays import RELAYED_BYTES, REQUEST_S, RelayGroup, workers_of
+from areal_lora.weight_sync.messages import ServerEndpoint
 
 FLOPS_PER_S, BYTES_PER_S, HOST_BYTES_PER_S = 600e12, 3.35e12, 10e9
-REQUEST_S, CONNECT_S, HOP_S = 0.4e-3, 0.14e-3, 50e-6
-"""Of rank 0 for a request to one server; of a member for one of its peers; of a chunk for one member of a ring."""
+HOP_S = 50e-6  # of a chunk for one member of a ring
 FIRST = 2
 """First steps of a run, which do not count: they compile, and wait for the first answers."""
 
@@ -53,6 +54,7 @@ class CostModel:
     link_s: float
     tree: bool
     activate_s: float
+    bucket_bytes: int = 0
     probe_s: float = 0.0
 
     def lengths(self, key: str, n: int) -> list[int]:
@@ -71,19 +73,34 @@ class CostModel:
         iterations = sequences * self.answer_tokens / seats
         return groups * self.prompt_tokens * self.prompt_token_s + iterations * self.iteration_s(seats)
 
-    def requests_s(self, servers: int) -> float:
-        """One request to each server: rank 0's interpreter handles one at a time."""
-        return servers * REQUEST_S
+    def requests_s(self, tree: Sequence[RelayGroup]) -> float:
+        """One request to each server: rank 0's interpreter, or a relay's, handles one at a time (`Fleet.groups`)."""
+        first, *below = tree
+        relayed = max((len(group.members) for group in below), default=0)
+        return (len(first.members) + len(below) + relayed) * REQUEST_S
 
-    def form_s(self, servers: int, workers: int) -> float:
-        """Rank 0 invites the servers; then each member connects to all others of each source's group."""
-        return self.requests_s(servers) + self.sources * workers * CONNECT_S
+    def wire_s(self, tree: Sequence[RelayGroup]) -> float:
+        """All groups send at once, bucket by bucket: the slowest counts, and a bucket's way to it."""
+        ends, level_s = list[float](), dict[ServerEndpoint | None, float]({None: 0.0})
+        for group in tree:  # each after that of its relay
+            workers, senders = workers_of(group), 1 if group.relay else self.sources
+            ends.append(level_s[group.relay] + self.group_s(workers, senders))
+            bucket_s = self.group_s(
+                workers, senders, min(self.nbytes, self.sources * min(self.bucket_bytes, RELAYED_BYTES))
+            )
+            level_s |= dict.fromkeys(group.members, level_s[group.relay] + bucket_s)
+        return max(ends)
 
-    def wire_s(self, workers: int) -> float:
-        """gloo sends along a binomial tree, whose root sends once for each level; NCCL in chunks along a ring."""
+    def group_s(self, workers: int, senders: int, nbytes: int | None = None) -> float:
+        """gloo sends along a binomial tree: the root once for each level, its first receiver once less, of all sources.
+
+        NCCL sends in chunks along a ring. ``senders`` share what the roots send; a relay is the root for all sources.
+        """
+        seconds = (self.nbytes if nbytes is None else nbytes) * self.link_s
         if self.tree:
-            return self.nbytes * self.link_s * max(1.0, math.ceil(math.log2(workers + 1)) / self.sources)
-        return self.nbytes * self.link_s + (workers - 1) * HOP_S * (self.link_s > 0)
+            levels = math.ceil(math.log2(workers + 1))
+            return seconds * max(1.0, levels / senders, levels - 1)
+        return seconds + (workers - 1) * HOP_S * (self.link_s > 0)
 
 
 def arithmetic(config: Config, shape: ModelShape) -> CostModel:
@@ -109,6 +126,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         link_s=8 / LINK_BITS if remote else 0.0,
         tree=slots.broadcast_backend(config) == "gloo",
         activate_s=nbytes / HOST_BYTES_PER_S,
+        bucket_bytes=int(config.weight_sync.bucket_mib * 2**20),
     )
 
 

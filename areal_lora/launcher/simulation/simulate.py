@@ -36,6 +36,7 @@ from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router, VersionRetired
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
+from areal_lora.weight_sync.link.relays import RelayGroup, form_s, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer import decisions, membership
 
@@ -48,7 +49,7 @@ STEPS, SPLIT_STEPS, SPLITS = 100, 20, 8
 class Scenario:
     """Sizes of a simulated run. At half of its steps the ``lost`` last servers fall silent and stay so.
 
-    ``slow`` multiplies the seconds of servers, by index.
+    ``per_host`` servers share a host. ``slow`` multiplies the seconds of servers, by index.
     """
 
     servers: int
@@ -56,6 +57,7 @@ class Scenario:
     steps: int
     seed: int = 1
     lost: int = 0
+    per_host: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -110,11 +112,12 @@ class _World:
         self.config, self.costs, self.scenario = config, costs, scenario
         self.rng, self.result = random.Random(scenario.seed), SimulatedRun()
         self.adapter, self.name = config.adapters[0], config.adapters[0].name
+        hosts, tp = [f"host-{i // scenario.per_host}" for i in range(scenario.servers)], config.rollout.tp
         self.members = tuple(
-            ServerEndpoint(name=f"server-{i}", host="server", admin_port=1, data_port=i, workers=config.rollout.tp)
-            for i in range(scenario.servers)
+            ServerEndpoint(name=f"server-{i}", host=host, admin_port=1, data_port=i, workers=tp)
+            for i, host in enumerate(hosts)
         )
-        self.formed: tuple[ServerEndpoint, ...] = ()
+        self.tree, self.formed = tuple[RelayGroup, ...](), set[RelayGroup]()
         self.lost: dict[str, str] = {}  # since the last announcement
 
     async def outcome(self) -> SimulatedRun:
@@ -259,23 +262,25 @@ class _World:
         while move is decisions.Move.RETRY:
             if silent := self._silent():
                 await spend("form", sync.ping_s)
-                self._exclude(membership.judge(self._findings(silent, sent=True), retried=False))
-            n, workers = len(self.members), len(self.members) * self.config.rollout.tp
+                self._exclude(membership.judge(self._findings(silent, set()), retried=False))
+            n = len(self.members)
             if n < (fewest := self.config.cluster.min_servers):
                 raise PublishError(f"{ref}: {n} servers remain, cluster.min_servers is {fewest}")
-            if self.formed != self.members:
-                await spend("form", costs.form_s(n, workers))
-                self.formed = self.members
-            await spend("announce", costs.requests_s(n))
-            await spend("wire", costs.wire_s(workers))
+            self.tree = relay_tree(self.members, self.tree)
+            if forming := set(self.tree) - self.formed:
+                await spend("form", form_s(list(forming), costs.sources))
+                self.formed = set(self.tree)
+            await spend("announce", costs.requests_s(self.tree))
+            await spend("wire", costs.wire_s(self.tree))
             # A version becomes active between two iterations; the server with the longest wait counts.
             iteration_s = costs.iteration_s(self.config.rollout.max_num_seqs)
             await spend("activate", costs.activate_s + iteration_s * self.rng.random() ** (1 / n))
             dead = {s for s in self.members if self.servers[s.data_url].silent_since is not None}
-            if dead:  # the others get nothing more, either, and wait for the time limit
+            without = self._without(dead)
+            if dead:  # their groups and those below get nothing more, either, and wait for the time limit
                 await spend("wire", sync.attempt_s + sync.ping_s)
-                self.formed = ()
-            findings = self._findings(dead, sent=not dead)
+                self.formed = {group for group in self.formed if without.isdisjoint({*group.members, group.relay})}
+            findings = self._findings(dead, without)
             judgement = progress.judge(findings, now=self.loop.time(), timeout_s=sync.timeout_s)
             self._exclude(judgement)
             move = progress.move(
@@ -283,7 +288,7 @@ class _World:
             )
         if move is not decisions.Move.FINISH:
             raise PublishError(f"{ref} did not reach all servers within {sync.timeout_s:g} s")
-        await spend("probe", costs.requests_s(n) + costs.probe_s)
+        await spend("probe", costs.requests_s(self.tree) + costs.probe_s)
         self.result.publishes.append({**phases, "all": sum(phases.values())})
         self.result.excluded |= self.lost
         urls, lost, self.lost = {s.name: s.data_url for s in self.members}, tuple(self.lost), {}
@@ -292,11 +297,18 @@ class _World:
         )
         await self.controller.handle(announcement)
 
-    def _findings(self, dead: set[ServerEndpoint], *, sent: bool) -> list[membership.ServerFinding]:
-        errors: dict[bool, ArealLoraError | None] = {True: PublishError("it does not answer pings"), False: None}
-        if not sent:
-            errors[False] = ManifestError(RefusalReason.WIRE, "a receiver is silent")
-        return [membership.ServerFinding(server=s, error=errors[s in dead], alive=s not in dead) for s in self.members]
+    def _without(self, dead: set[ServerEndpoint]) -> set[ServerEndpoint]:
+        """Members that do not get the version: a group in which one is dead breaks, and so do the groups below."""
+        without = set[ServerEndpoint]()
+        for group in self.tree:  # each after that of its relay
+            if group.relay in without or not dead.isdisjoint(group.members):
+                without.update(group.members)
+        return without
+
+    def _findings(self, dead: set[ServerEndpoint], without: set[ServerEndpoint]) -> list[membership.ServerFinding]:
+        silent, cut_off = PublishError("it does not answer pings"), ManifestError(RefusalReason.WIRE, "one is silent")
+        errors: dict[ServerEndpoint, ArealLoraError] = dict.fromkeys(without, cut_off) | dict.fromkeys(dead, silent)
+        return [membership.ServerFinding(server=s, error=errors.get(s), alive=s not in dead) for s in self.members]
 
     def _exclude(self, judgement: membership.Judgement) -> None:
         self.lost |= {server.name: reason for server, reason in judgement.lost.items()}
@@ -332,14 +344,14 @@ class SimulationReport:
         trainer, rollout = config.trainer, config.rollout
         lost = host if host < rollout.servers else min(1, rollout.servers - 1)
         steps = min(STEPS, max(3, config.run.steps))
-        alone = Scenario(servers=rollout.servers, ranks=trainer.world_size, steps=steps)
+        alone = Scenario(servers=rollout.servers, ranks=trainer.world_size, steps=steps, per_host=host)
         devices = gpus or trainer.world_size + rollout.servers * rollout.tp
         unit = trainer.pp * math.lcm(trainer.tp * trainer.cp, trainer.ep * trainer.etp)
         ranks = range(unit, devices - rollout.tp + 1, unit)
         if not ranks:
             raise ConfigError("--gpus", f"{devices} devices hold no {unit} trainer ranks and a server", "give more")
         splits = (
-            Scenario(servers=(devices - n) // rollout.tp, ranks=n, steps=min(SPLIT_STEPS, steps))
+            Scenario(servers=(devices - n) // rollout.tp, ranks=n, steps=min(SPLIT_STEPS, steps), per_host=host)
             for n in ranks[:: math.ceil(len(ranks) / SPLITS)]
         )
         found = ((split, simulate(config, costs, split)) for split in splits)

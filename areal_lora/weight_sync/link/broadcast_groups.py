@@ -1,4 +1,4 @@
-"""Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
+"""Broadcast groups, one per source rank: the source is rank 0, or a relay of its bytes; the receivers are 1..n.
 
 Each group is a process group on a store of its own: trainer and servers, which share no launcher, can form and leave
 groups at any time. The store runs at the source and requires the run secret (``distributed.store``). gloo's own
@@ -224,13 +224,14 @@ class GroupListener:
             library=backends.library_of(backend),
         )
 
-    def accept(self) -> BroadcastGroup:
+    def accept(self, shared: bool = True) -> BroadcastGroup:
         """Block until all receivers are members. The group closes the listener.
 
+        ``shared``: they may read this process's memory. A relay has other memory.
         Raises PublishError ``timeout_s`` after the listener was created; it names the receivers that are missing.
         """
         place = self._bind, self._deadline, self._secret, self._device
-        return _join(self.endpoint, 0, *place, receivers=self._receivers, closing=self.close)
+        return _join(self.endpoint, 0, *place, receivers=self._receivers, shared=shared, closing=self.close)
 
     def close(self) -> None:
         """Stop listening; members that wait to join fail at once."""
@@ -240,7 +241,9 @@ class GroupListener:
 def join_group(
     endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, secret: str, device: torch.device = CPU
 ) -> BroadcastGroup:
-    """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
+    """Become receiver ``rank`` (1..world-1), or the relay in the source's place (0).
+
+    ``bind`` is this machine's address towards the source.
 
     Raises PublishError if the group is not complete within ``timeout_s``, or if the source has another version of the
     backend's library.
@@ -252,7 +255,10 @@ def join_group(
             "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
             "requirements/gpu-rollout.txt)"
         )
-    return _join(endpoint, rank, bind, time.monotonic() + timeout_s, secret, device)
+    receivers = [f"member {other}" for other in range(1, endpoint.world)] if rank == 0 else ()
+    return _join(
+        endpoint, rank, bind, time.monotonic() + timeout_s, secret, device, receivers=receivers, shared=rank > 0
+    )
 
 
 def _join(
@@ -264,6 +270,7 @@ def _join(
     device: torch.device,
     *,
     receivers: Sequence[str] = (),
+    shared: bool = True,
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
     """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed.
@@ -303,7 +310,7 @@ def _join(
             ) from e
         group = BroadcastGroup(endpoint, rank, backend, device, leave=leave.close)
         with undo_on_error(group.close):  # also torch's own errors: an open group would keep its connections
-            group.agree(backend.same_host, deadline)
+            group.agree(shared and backend.same_host, deadline)
     if rank == 0:
         how = "read its memory" if group.same_host else "get its bytes over the network"
         log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)

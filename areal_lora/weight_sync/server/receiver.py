@@ -9,156 +9,29 @@ every fingerprint equals the source's. The thread runs while the same process ge
 the GIL and no OpenMP, which would take the cores from the model.
 """
 
-import hmac
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, undo_on_error
-from areal_lora.processes.watched import reached, watched_thread
+from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.kernels import Marks
-from areal_lora.weight_sync.layout import AdapterLayout, Bucket, Shape
+from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.link.inbox import BucketBytes
-from areal_lora.weight_sync.manifest import (
-    SEAL_BYTES,
-    ShardKeys,
-    adapter_digest,
-    check_layout,
-    check_successor,
-    masked,
-    seal,
-    shard_keys,
-    shard_sum,
-    trailer_part,
-)
+from areal_lora.weight_sync.manifest import check_layout, check_successor, shard_keys
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
+from areal_lora.weight_sync.server.reception import GroupLinks, PhaseTimer, Reception
 
-OnTensors = Callable[[int, BucketBytes, int, int, Marks], None]
-"""``(shard index, bytes of the bucket, first tensor, last tensor + 1, marks)``: the tensors of a bucket have arrived;
-they must be measured into ``marks``."""
 Plan = TypeVar("Plan")
-
-
-class PhaseTimer:
-    """Measure the seconds per phase of one staging: ``spent_s``."""
-
-    def __init__(self) -> None:
-        self.spent_s = {"wire": 0.0, "verify": 0.0, "write": 0.0}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent_s[name] += time.perf_counter() - since
-
-
-class _Source:
-    """One shard being received."""
-
-    def __init__(
-        self, i: int, layout: AdapterLayout, group: BroadcastGroup, deadline: float, keys: ShardKeys, on_device: bool
-    ) -> None:
-        self.index, self.shard, self._layout, self._keys = i, layout.shards[i], layout, keys
-        self.marks = layout.tables[i].marks(keys.multipliers)
-        self.trailer = np.empty(0, dtype=np.uint8)
-        self._buckets = layout.tables[i].buckets(group.bucket_bytes)
-        parts = [*((b.start, b.end) for b in self._buckets), trailer_part(self.shard)]
-        self._inbox = group.receive(parts, deadline, on_device)
-
-    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, BucketBytes]]:
-        """Yield (bucket, its bytes) in order; the memory is valid until the next iteration."""
-        for bucket in self._buckets:
-            with timer.phase("wire"):
-                part = self._inbox.take()
-            yield bucket, BucketBytes(part, bucket.start)
-        with timer.phase("wire"):
-            part = self._inbox.take()
-        self.trailer = part.copy() if isinstance(part, np.ndarray) else part.cpu().numpy()
-        self._inbox.finish()  # all bytes were read: from here on only this process's memory is used
-
-    def verify(self, ref: AdapterRef) -> int:
-        """Return the shard's sum. Raises ManifestError unless its bytes are unchanged, finite and for ``ref``."""
-        tensors, rank = self.shard.tensors, f"source rank {self.shard.source}"
-        sealed = self.trailer[-SEAL_BYTES:].tobytes()
-        sent = masked(self.trailer[:-SEAL_BYTES].view(np.uint64), sealed, self._keys.mask)
-        total = shard_sum(self._layout, self.index, sent)
-        if not hmac.compare_digest(sealed, seal(ref, self._layout.digest, total, self._keys.seal)):
-            raise ManifestError(RefusalReason.HASH, f"the trailer of {rank} does not belong to {ref} or is damaged")
-        if len(changed := np.flatnonzero(sent != self.marks.sums)):
-            text = f"{len(changed)} tensors of {rank} arrived changed, first {tensors[changed[0]].name}"
-            raise ManifestError(RefusalReason.HASH, text)
-        if len(bad := np.flatnonzero(self.marks.bad)):
-            raise ManifestError(RefusalReason.NON_FINITE, f"{tensors[bad[0]].name} from {rank} holds NaN or infinity")
-        return total
-
-
-class Reception:
-    """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
-
-    def __init__(
-        self,
-        layout: AdapterLayout,
-        groups: Mapping[int, BroadcastGroup],
-        deadline: float,
-        timer: PhaseTimer,
-        keys: ShardKeys,
-        on_device: bool = False,
-    ) -> None:
-        self._layout, self._timer, self._deadline = layout, timer, deadline
-        here = [(i, groups[s.source]) for i, s in enumerate(layout.shards) if s.source in groups]
-        self._sources = [_Source(i, layout, group, deadline, keys, on_device) for i, group in here]
-        self._stream = self._arrivals()
-
-    def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
-        """Pass all tensors to ``on_tensors`` once, sources in turn, verify all and return the adapter's digest.
-
-        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError for a broken transfer.
-        """
-        for source, bucket, arrived in self._stream:
-            self.check_time(ref)
-            with undo_on_error(self.drain):  # other servers may get their bytes through this one
-                if source is self._sources[0] and bucket.first == 0:
-                    reached("server.receiving")
-                with self._timer.phase("write"):
-                    on_tensors(source.index, arrived, bucket.first, bucket.last, source.marks)
-        with self._timer.phase("verify"):
-            return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
-
-    def check_time(self, ref: AdapterRef) -> None:
-        """Raise PublishError after the deadline: the sender has abandoned the version."""
-        if time.monotonic() >= self._deadline:
-            raise PublishError(f"{ref} was not staged in time and is dropped; its sender has abandoned it")
-
-    def drain(self) -> None:
-        """Receive all remaining bytes and discard them, so that the groups stay in step."""
-        for _ in self._stream:
-            pass
-
-    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, BucketBytes]]:
-        running = [(s, s.arrivals(self._timer)) for s in self._sources]
-        while running:
-            for source, arrivals in list(running):
-                found = next(arrivals, None)
-                if found is None:
-                    running.remove((source, arrivals))
-                else:
-                    yield source, *found
-
-
-_Groups = Mapping[int, BroadcastGroup]  # by source rank
 
 
 class SlotWriter(Protocol[Plan]):
@@ -230,7 +103,7 @@ class AdapterReceiver:
         self._declared: dict[str, AdapterStructure] = {n: s.bare() for n, s in (declared or {}).items()}
         self._current: dict[str, ShardManifest] = {}
         self._previous: dict[str, ShardManifest | None] = {}
-        self._groups: dict[int, BroadcastGroup] = {}
+        self._links = GroupLinks()
         self._known: dict[str, _KnownLayout] = {}  # the last used one last
         self._layouts = layouts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -238,22 +111,37 @@ class AdapterReceiver:
         self._idle = threading.Event()
         self._idle.set()
 
-    def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
+    def join(
+        self,
+        endpoints: Sequence[SourceEndpoint] | None,
+        rank: int,
+        timeout_s: float,
+        below: Sequence[SourceEndpoint] | None = None,
+    ) -> None:
         """Leave the previous groups and join every source's group as ``rank``, all at once. Blocks.
 
+        Likewise the groups ``below``, to which this worker sends on what arrives. None keeps the groups as they are.
         Raises PublishError if a group is not complete in time.
         """
         deadline = time.monotonic() + timeout_s
-        self._leave(timeout_s)
+        old = self._links
+        kept = self._links = GroupLinks(
+            {} if endpoints is not None else old.above, {} if below is not None else old.below
+        )
+        for group in old.groups:
+            if group not in kept.groups:
+                group.close()
+        self._await_idle(timeout_s)
 
-        def join(e: SourceEndpoint) -> BroadcastGroup:
+        def join(e: SourceEndpoint, rank: int) -> BroadcastGroup:
             return join_group(e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device)
 
-        with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="join") as pool:
-            joins = {e.source: pool.submit(join, e) for e in endpoints}
-        self._groups = {source: made.result() for source, made in joins.items() if made.exception() is None}
+        with ThreadPoolExecutor(max(1, len(endpoints or ()) + len(below or ())), thread_name_prefix="join") as pool:
+            joins = {e.source: pool.submit(join, e, rank) for e in endpoints or ()}
+            sends = {e.source: pool.submit(join, e, 0) for e in below or ()}
+        self._links = GroupLinks(kept.above | _made(joins), kept.below | _made(sends))
         with undo_on_error(partial(self._leave, 0.0)):
-            for made in joins.values():
+            for made in (*joins.values(), *sends.values()):
                 made.result()
 
     def start(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
@@ -266,21 +154,21 @@ class AdapterReceiver:
         """
         if not self._idle.is_set():
             raise PublishError(f"{manifest.ref}: the receiver is still busy with the previous version")
-        groups = self._groups
-        if not groups:
+        links = self._links
+        if not links.above:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         timer = PhaseTimer()
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
             deadline, keys = time.monotonic() + timeout_s, shard_keys(self._secret)
-            started = known, Reception(known.layout, groups, deadline, timer, keys, self._writer.on_device)
+            started = known, Reception(known.layout, links, deadline, timer, keys, self._writer.on_device)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
-        self._work.put(partial(self._stage, manifest, slot, groups, started, timer))
+        self._work.put(partial(self._stage, manifest, slot, links, started, timer))
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""
@@ -301,9 +189,11 @@ class AdapterReceiver:
         self._leave(timeout_s)
 
     def _leave(self, timeout_s: float) -> None:
-        for group in self._groups.values():
-            group.close()
-        self._groups = {}
+        self._links.close()
+        self._links = GroupLinks()
+        self._await_idle(timeout_s)
+
+    def _await_idle(self, timeout_s: float) -> None:
         if not self._idle.wait(timeout_s):
             raise PublishError("the receiver's transfer did not end in time; restart the server")
 
@@ -316,7 +206,7 @@ class AdapterReceiver:
         self,
         manifest: ShardManifest,
         slot: int | None,
-        groups: _Groups,
+        links: GroupLinks,
         started: tuple[_KnownLayout, Reception] | Exception,
         timer: PhaseTimer,
     ) -> None:
@@ -327,7 +217,7 @@ class AdapterReceiver:
             known, reception = started
             with undo_on_error(reception.drain):  # the groups stay in step, for the next version of any adapter
                 with timer.phase("verify"):
-                    plans, place = self._check(manifest, known, slot, groups)
+                    plans, place = self._check(manifest, known, slot, links)
                 written = True
                 with timer.phase("write"):
                     self._writer.prepare(place, known.layout)
@@ -344,12 +234,12 @@ class AdapterReceiver:
         except ManifestError as e:
             reason, detail = e.reason, e.detail
         except PublishError as e:
-            _leave_at_once(groups)
+            links.close()
             reason, detail = RefusalReason.WIRE, str(e)
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
             reason, detail = RefusalReason.WRITE, repr(e)
         if isinstance(started, Exception):  # nothing was received, and how the bytes are cut may not be known
-            _leave_at_once(groups)
+            links.close()
         if reason and written and slot is not None:
             self._writer.zero(slot)
         self._idle.set()
@@ -383,7 +273,7 @@ class AdapterReceiver:
         return known
 
     def _check(
-        self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, groups: _Groups
+        self, manifest: ShardManifest, known: _KnownLayout, slot: int | None, links: GroupLinks
     ) -> tuple[Sequence[Any], int]:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout, held = manifest.ref.name, known.layout, self._current.get(manifest.ref.name)
@@ -393,15 +283,13 @@ class AdapterReceiver:
             check_layout(layout, self._writer.expected(layout.structure))
             known.plans = self._writer.plan(layout)
         sources = {s.source for s in layout.shards}
-        if not sources <= groups.keys():
-            text = f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+        if not sources <= links.above.keys():
+            text = f"shards of source ranks {sorted(sources)}, joined groups {sorted(links.above)}"
             raise ManifestError(RefusalReason.MALFORMED, text)
         if slot is None:
             raise ManifestError(RefusalReason.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
 
 
-def _leave_at_once(groups: _Groups) -> None:
-    """Notify the other members now, not at their deadline; the trainer opens new groups."""
-    for group in groups.values():
-        group.close()
+def _made(joins: Mapping[int, Future[BroadcastGroup]]) -> dict[int, BroadcastGroup]:
+    return {source: made.result() for source, made in joins.items() if made.exception() is None}

@@ -11,6 +11,7 @@ import msgspec
 from areal_lora.algorithms.merging import CastSums
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
@@ -98,10 +99,14 @@ class Wait(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, tag=True):
-    """Send the version; first form new groups of ``sources`` (ranks) with ``members``, unless it is None."""
+    """Send the version; first replace ``groups``, with one for each of the ``sources`` (ranks).
 
-    members: list[ServerEndpoint] | None = None
+    One without members ends what its relay sends on. ``shared``: the sources' group is the only one.
+    """
+
+    groups: list[RelayGroup] = []
     sources: list[int] = []
+    shared: bool = True
 
 
 class Yield(msgspec.Struct, frozen=True, tag=True):

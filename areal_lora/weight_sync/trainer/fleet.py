@@ -1,140 +1,28 @@
 """Rank 0's connections to the rollout servers: requests to all servers at once, answers one by one."""
 
 import contextlib
-import http.client
-import ssl
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import msgspec
 
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
-from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
+from areal_lora.weight_sync.admin_client import AdminClient, answered
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 
 log = get_logger(__name__)
 
+EARLIER = 0.95  # of the time for an answer: a relay then answers for the others, if one of its servers does not
 PINGS = 128  # at once; a hundred servers answer in the time of one, and their threads and sockets stay bounded
-
-M = TypeVar("M")
-
-
-class AdminClient:
-    """Blocking client of one server's admin plane over one persistent connection, one call at a time.
-
-    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
-    All methods raise PublishError if the server fails or ``timeout_s`` passes.
-    """
-
-    def __init__(self, server: ServerEndpoint, secret: str) -> None:
-        self.server, self._secret = server, secret
-        self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": messages.CONTENT_TYPE}
-        tls = client_context(secret, Plane.ADMIN)
-        self._connection = http.client.HTTPSConnection(server.host, server.admin_port, context=tls)
-        self._one_call = threading.Lock()
-
-    def info(self, timeout_s: float) -> messages.InfoReply:
-        return self.call(messages.INFO_PATH, None, messages.InfoReply, timeout_s)
-
-    def modules(self, timeout_s: float) -> messages.ModulesReply:
-        return self.call(messages.MODULES_PATH, None, messages.ModulesReply, timeout_s)
-
-    def join(self, request: messages.JoinRequest, timeout_s: float) -> messages.JoinReply:
-        return self.call(messages.JOIN_PATH, request, messages.JoinReply, timeout_s)
-
-    def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
-        """Raises ManifestError if the server refuses, PublishError if it fails."""
-        return self.call(messages.PUBLISH_PATH, announcement, PublishReply, timeout_s)
-
-    def drop(self, name: str, timeout_s: float) -> messages.DropReply:
-        """Have the server forget adapter ``name``; idempotent."""
-        return self.call(messages.DROP_PATH, messages.DropRequest(name=name), messages.DropReply, timeout_s)
-
-    def score(
-        self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
-    ) -> list[list[float]]:
-        request = messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature)
-        return self.call(messages.SCORE_PATH, request, messages.ScoreReply, timeout_s).logprobs
-
-    def ping(self, timeout_s: float = messages.PING_S) -> PingReply:
-        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        return self._aside(messages.PING_PATH, None, timeout_s)
-
-    def ping_again(self, timeout_s: float) -> PingReply:
-        """``ping`` over the persistent connection, of a client that makes no other calls."""
-        return self.call(messages.PING_PATH, None, PingReply, timeout_s)
-
-    def dismiss(self, timeout_s: float) -> None:
-        """Release a leaving server: it is no member any more, and no request is routed to it."""
-        self._aside(messages.DISMISS_PATH, b"", timeout_s)
-
-    def close(self) -> None:
-        with self._one_call:
-            self._connection.close()
-
-    def call(self, path: str, body: messages.AdminMessage | bytes | None, kind: type[M], timeout_s: float) -> M:
-        """Send a request, a GET if it has no ``body``; ``kind``: message of a 200. Raises ManifestError for a 409."""
-        method = "GET" if body is None else "POST"
-        content = msgspec.msgpack.encode(body) if isinstance(body, messages.AdminMessage) else body
-        with self._one_call:
-            try:
-                status, answer = self._exchange(method, path, content, timeout_s)
-            except ssl.SSLCertVerificationError as e:
-                self._connection.close()
-                raise PublishError(
-                    f"server {self.server} is not of this run: its certificate comes from another run secret "
-                    "(fix: start trainer and servers with the same run folder)"
-                ) from e
-            except (OSError, http.client.HTTPException) as e:
-                self._connection.close()
-                raise PublishError(
-                    f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
-                    "see the server's log"
-                ) from e
-        try:
-            if status == http.client.CONFLICT:
-                refusal = msgspec.msgpack.decode(answer, type=messages.RefusalReply)
-                raise ManifestError(refusal.reason, f"server {self.server}: {refusal.detail}")
-            if status == http.client.OK:
-                return msgspec.msgpack.decode(answer, type=kind)
-        except msgspec.MsgspecError as e:
-            raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
-        text = answer[:300].decode("utf-8", "replace")
-        raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
-
-    def _aside(self, path: str, body: bytes | None, timeout_s: float) -> PingReply:
-        """``call`` over a connection of its own."""
-        with contextlib.closing(AdminClient(self.server, self._secret)) as own:
-            return own.call(path, body, PingReply, timeout_s)
-
-    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""
-        connection = self._connection
-        reused = connection.sock is not None
-        connection.timeout = timeout_s
-        if reused:
-            connection.sock.settimeout(timeout_s)
-        try:
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
-            connection.close()
-            if not reused:
-                raise
-            # Servers close idle connections. Every request is idempotent.
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-        return response.status, response.read()
-
 
 T = TypeVar("T")
 Answers = dict[ServerEndpoint, T | ArealLoraError]
@@ -146,6 +34,8 @@ class _Line:
     def __init__(self, server: ServerEndpoint, secret: str) -> None:
         self.client, self.pings = AdminClient(server, secret), AdminClient(server, secret)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"admin-{server.name}")
+        # For the servers below it, beside its own requests.
+        self.relay, self.relaying = AdminClient(server, secret), ThreadPoolExecutor(1, thread_name_prefix="relay")
         self.layouts: set[str] = set()  # sent since the last join
         self.checked: set[str] = set()
         self.base_logprobs: dict[str, list[list[float]] | None] = {}  # None: the server has no base any more
@@ -173,15 +63,15 @@ class _Line:
                 self.undropped.discard(name)
 
     def join(self, request: messages.JoinRequest, deadline: float, answer_s: float) -> messages.JoinReply:
-        left_s = self._time_to_send(deadline)
+        left_s = self.time_to_send(deadline)
         return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
     def publish(self, announcement: Announcement[msgspec.Raw], deadline: float, answer_s: float) -> PublishReply:
         self.drop(_left_s(deadline))
-        left_s = self._time_to_send(deadline)
+        left_s = self.time_to_send(deadline)
         return self.client.publish(encode(msgspec.structs.replace(announcement, timeout_s=left_s)), left_s + answer_s)
 
-    def _time_to_send(self, deadline: float) -> float:
+    def time_to_send(self, deadline: float) -> float:
         """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -193,14 +83,20 @@ class _Line:
         self.thread.submit(self.client.close)
         self.thread.submit(self.pings.close)
         self.thread.shutdown(wait=False)
+        self.relaying.submit(self.relay.close)
+        self.relaying.shutdown(wait=False)
 
 
 class Fleet:
-    """Lines to all members. A server that leaves and returns gets a new line, and drops what was dropped meanwhile."""
+    """Lines to all members. A server that leaves and returns gets a new line, and drops what was dropped meanwhile.
+
+    Versions and probes for the servers below a relay of ``groups`` go to the relay, in one request.
+    """
 
     def __init__(self, run: str, secret: str) -> None:
         self._run, self._secret = run, secret
         self._lines: dict[ServerEndpoint, _Line] = {}
+        self.groups: Sequence[RelayGroup] = ()
         self._away: dict[ServerEndpoint, set[str]] = {}  # adapters that former members, which may return, have to drop
 
     def keep(self, members: Iterable[ServerEndpoint]) -> None:
@@ -296,20 +192,34 @@ class Fleet:
 
     def join(
         self,
-        members: Sequence[ServerEndpoint],
-        sources: list[messages.SourceEndpoint],
+        groups: Sequence[RelayGroup],
+        sources: Sequence[list[messages.SourceEndpoint]],
         deadline: float,
         answer_s: float,
     ) -> dict[ServerEndpoint, Future[messages.JoinReply]]:
-        """Request that every member joins the sources' groups by ``deadline``, with the ranks of its workers."""
-        posts, first = {}, 1
-        for server in members:
+        """Request that servers join their groups by ``deadline``, of which ``sources`` are the endpoints."""
+        above = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
+        below = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
+        ranks = dict[ServerEndpoint, list[int]]()
+        for group, endpoints in zip(groups, sources, strict=True):
+            first = 1
+            for server in group.members:
+                above[server], ranks[server] = endpoints, list(range(first, first + server.workers))
+                first += server.workers
+            if group.relay is not None:
+                below[group.relay] = endpoints
+        posts = {}
+        for server in above | below:
             line = self._lines[server]
             line.layouts.clear()
-            ranks = list(range(first, first + server.workers))
-            request = messages.JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
+            request = messages.JoinRequest(
+                run=self._run,
+                endpoints=above.get(server),
+                ranks=ranks.get(server, [0] * server.workers),
+                timeout_s=0.0,
+                below=below.get(server),
+            )
             posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
-            first += server.workers
         return posts
 
     def publish(
@@ -325,14 +235,66 @@ class Fleet:
         The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later.
         """
         known, new = msgspec.Raw(msgspec.msgpack.encode(None)), msgspec.Raw(layout.encoded)
-        posts = {}
+
+        def bringing(servers: Iterable[ServerEndpoint]) -> Announcement[msgspec.Raw]:
+            layouts = [self._lines[server].layouts for server in servers]
+            brings = known if all(manifest.layout in each for each in layouts) else new
+            for each in layouts:
+                each.add(manifest.layout)
+            return Announcement(manifest=manifest, layout=brings, timeout_s=0.0)
+
+        def body(servers: Iterable[ServerEndpoint]) -> Callable[[float], bytes]:
+            announcement = bringing(servers)
+            return lambda left_s: encode(msgspec.structs.replace(announcement, timeout_s=left_s))
+
+        ready = {server for server in members if not self._lines[server].undropped}
+        posts = self._relayed(ready, messages.PUBLISH_PATH, body, PublishReply, deadline, answer_s)
         for server in members:
-            line = self._lines[server]
-            brings = known if manifest.layout in line.layouts else new
-            announcement = Announcement(manifest=manifest, layout=brings, timeout_s=0.0)
-            line.layouts.add(manifest.layout)
-            posts[server] = line.thread.submit(line.publish, announcement, deadline, answer_s)
+            if server not in posts:
+                line = self._lines[server]
+                posts[server] = line.thread.submit(line.publish, bringing([server]), deadline, answer_s)
         return posts
+
+    def _relayed(
+        self,
+        servers: Collection[ServerEndpoint],
+        path: str,
+        body: Callable[[Sequence[ServerEndpoint]], Callable[[float], bytes]],
+        kind: type[T],
+        deadline: float,
+        answer_s: float,
+    ) -> dict[ServerEndpoint, Future[T]]:
+        """One request to each relay for those of ``servers`` that are below it; the answers of these.
+
+        ``body(servers)(seconds left)`` is what they get. They fail where the relay does.
+        """
+
+        def send(line: _Line, content: Callable[[float], bytes], posts: dict[ServerEndpoint, Future[T]]) -> None:
+            try:
+                left_s = line.time_to_send(deadline)
+                until_s = left_s + answer_s
+                request = messages.RelayRequest(
+                    path=path, body=content(left_s), servers=list(posts), timeout_s=EARLIER * until_s
+                )
+                reply = line.relay.call(messages.RELAY_PATH, request, messages.RelayReply, until_s)
+            except ArealLoraError as e:
+                for post in posts.values():
+                    post.set_exception(e)
+                return
+            for (server, post), answer in zip(posts.items(), reply.answers, strict=True):
+                try:
+                    post.set_result(answered(server, path, answer.status, answer.body, kind))
+                except ArealLoraError as e:
+                    post.set_exception(e)
+
+        relayed = dict[ServerEndpoint, Future[T]]()
+        for group in self.groups:
+            if (line := self._lines.get(group.relay) if group.relay else None) is None:
+                continue
+            if posts := {server: Future[T]() for server in group.members if server in servers}:
+                line.relaying.submit(send, line, body(list(posts)), posts)
+                relayed |= posts
+        return relayed
 
     def probe(
         self,
@@ -343,11 +305,19 @@ class Fleet:
         deadline: float,
     ) -> dict[ServerEndpoint, Future[ProbeResult]]:
         """Score the probe on all members at once. The futures raise ParityError, or PublishError if a server fails."""
+        request = msgspec.msgpack.encode(messages.ScoreRequest(model=str(ref), token_ids=expected.token_ids))
+        scored = {server for server in members if repr(expected.token_ids) in self._lines[server].base_logprobs}
+        relayed = self._relayed(
+            scored, messages.SCORE_PATH, lambda _: lambda _: request, messages.ScoreReply, deadline, 0.0
+        )
 
         def score(server: ServerEndpoint) -> ProbeResult:
             line = self._lines[server]
             base = line.score_base(expected, _left_s(deadline))
-            served = line.client.score(str(ref), expected.token_ids, _left_s(deadline))
+            if server in relayed:
+                served = relayed[server].result(_left_s(deadline)).logprobs
+            else:
+                served = line.client.score(str(ref), expected.token_ids, _left_s(deadline))
             known = line.served_logprobs.setdefault(repr(expected.token_ids), {})
             before = None if expected.parent is None else known.get(expected.parent)
             known[ref] = served

@@ -23,6 +23,7 @@ from areal_lora.config.recorded import PROBE_TOLERANCES
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError, RefusalReason
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
@@ -44,7 +45,7 @@ class Leader:
     ``on_active`` is called in the publisher thread, before ``PublishJob.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
     ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
-    ``tolerance`` is that of ``check_probe``, ``session`` that of `ShardManifest`.
+    ``tolerance`` is that of ``check_probe``, ``session`` that of `ShardManifest`, ``most`` that of `relay_tree`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Leader:
         on_wait: Callable[[AdapterRef, str], None] = lambda *_: None,
         loading: Callable[[], Sequence[str]] = tuple,
         session: int = 0,
+        most: int = MOST,
     ) -> None:
         self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
         self._on_active, self._on_wait, self._loading, self._session = on_active, on_wait, loading, session
@@ -70,8 +72,9 @@ class Leader:
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}  # of the attempt, and so are the posts
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
         self._due = 0.0  # when their answers are (time.monotonic)
-        # Members and sources of the groups; None: members may be out of step, form new groups.
-        self._formed: tuple[tuple[ServerEndpoint, ...], frozenset[int]] | None = None
+        self._most, self._tree, self._relays = most, tuple[RelayGroup, ...](), set[ServerEndpoint | None]()
+        # Groups whose members are in step, and their sources.
+        self._formed, self._formed_sources = set[RelayGroup](), frozenset[int]()
         self._sources: dict[str, frozenset[int]] = {}  # by adapter: the ranks that own its tensors
         # The members that serve the newest version of each adapter, and the report of its publish.
         self._served: dict[str, tuple[frozenset[ServerEndpoint], PublishReport]] = {}
@@ -90,10 +93,13 @@ class Leader:
 
     # ------------------------------------------------------------ requests
 
-    def invite(self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float) -> None:
-        """Request that every member joins the groups of ``sources`` by ``deadline``, without waiting for answers."""
+    def invite(self, groups: Sequence[RelayGroup], sources: Sequence[list[SourceEndpoint]], deadline: float) -> None:
+        """Request that all servers of ``groups`` join them by ``deadline``, without waiting for answers.
+
+        ``sources`` are the endpoints of each group.
+        """
         self._due = deadline + self._config.answer_s
-        self._joins = self._fleet.join(members, sources, deadline, self._config.answer_s)
+        self._joins = self._fleet.join(groups, sources, deadline, self._config.answer_s)
 
     def await_joins(self) -> None:
         """Wait for the answers to ``invite``. Raises PublishError for a member that did not join."""
@@ -138,7 +144,10 @@ class Leader:
             else:
                 step = self._connect(job)
         except ArealLoraError as e:
-            step = decisions.Fail(failure=decisions.Failure.of(e), intact=self._formed is not None)
+            intact = bool(self._tree) and self._formed.issuperset(self._tree)
+            if not intact:
+                self._formed.clear()  # the sources leave
+            step = decisions.Fail(failure=decisions.Failure.of(e), intact=intact)
         if isinstance(step, decisions.Wait):
             job.budget.restart()
         return step
@@ -155,15 +164,18 @@ class Leader:
                 again = msgspec.structs.replace(report, servers=members, joined=[], attempts=0, **since)
                 return decisions.FinishPublish(report=again)
             if self._fleet.checked(members, job.layout):
-                return self._attempt(None)
+                return self._attempt()
         return self._connect(job)
 
-    def _attempt(self, members: tuple[ServerEndpoint, ...] | None) -> decisions.Attempt:
+    def _attempt(self) -> decisions.Attempt:
+        """Form the groups of the tree that are not in step; servers without a group below end relaying."""
         self._joins, self._posts = {}, {}
-        if members is None:
-            return decisions.Attempt()
-        self._formed = members, self._needed
-        return decisions.Attempt(members=list(members), sources=sorted(self._needed))
+        self._fleet.groups = self._tree
+        forming = [group for group in self._tree if group not in self._formed]
+        relays = {group.relay for group in self._tree}
+        forming += [RelayGroup((), former) for former in self.roster.members if former in self._relays - relays]
+        self._relays, self._formed, self._formed_sources = relays, set(self._tree), self._needed
+        return decisions.Attempt(groups=forming, sources=sorted(self._needed), shared=len(self._tree) == 1)
 
     @property
     def _needed(self) -> frozenset[int]:
@@ -172,9 +184,13 @@ class Leader:
 
     def _in_step(self, members: tuple[ServerEndpoint, ...]) -> bool:
         """Whether exactly ``members`` are in groups of all sources, and have taken part in the same broadcasts."""
-        if self._formed is not None and not (self._formed[0] == members and self._formed[1] >= self._needed):
-            self._formed = None
-        return self._formed is not None
+        if not self._formed_sources >= self._needed:
+            self._formed.clear()
+        tree = relay_tree(members, self._tree, self._most)
+        if (len(tree) > 1) != (len(self._tree) > 1):
+            self._formed.clear()  # with relays buckets are smaller, and no memory is shared
+        self._tree = tree
+        return self._formed.issuperset(self._tree)
 
     def _connect(self, job: PublishJob) -> Step:
         """Attempt with all servers that answer; wait for a server to return if too few remain."""
@@ -188,10 +204,10 @@ class Leader:
                 raise
             except AdapterError as e:
                 raise AdapterError(f"{job.ref}: {e}") from e
-            same = self._in_step(members)
+            self._in_step(members)
             if len(members) >= self._min_servers:
                 job.progress.short_since, self._awaited = None, ()
-                return self._attempt(None if same else members)
+                return self._attempt()
             loading, shortage = self._loading(), f"{job.ref}: {self.roster.shortage(self._min_servers)}"
             if loading and loading != self._awaited:
                 log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))
@@ -211,12 +227,12 @@ class Leader:
         assert job.progress is not None
         what = job.ref, job.layout.digest
         if not all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == what for sent in results):
-            self._formed = None  # else all ranks have sent it whole: receivers can take another one in the same groups
+            self._formed.clear()  # else all ranks have sent it whole: receivers can take another one in the same groups
         decisions.check_results(*what, results)
         digest = adapter_digest(job.layout, (sent.sum for sent in results))
         replies, findings = self._collect(job, digest, results)
-        if any(f.broken for f in findings):
-            self._formed = None
+        broken = {f.server for f in findings if f.broken}
+        self._formed = {group for group in self._formed if broken.isdisjoint({*group.members, group.relay})}
         judgement = job.progress.judge(findings, now=time.monotonic(), timeout_s=self._config.timeout_s)
         self.roster.exclude(judgement.lost)
         acked_s, cast = time.monotonic(), _total_cast(results)

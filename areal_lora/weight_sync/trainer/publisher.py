@@ -20,6 +20,7 @@ they started (``job``); one that waits for a slot lets the others go ahead.
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -28,14 +29,15 @@ import torch
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
-from areal_lora.errors import ArealLoraError, ManifestError, PublishError, undo_on_error
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
+from areal_lora.weight_sync.link.relays import RELAYED_BYTES, RelayGroup
 from areal_lora.weight_sync.manifest import shard_keys
-from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Failure, PublishReport, Sent
@@ -87,6 +89,7 @@ class Publisher:
         self._run_name, self._config, self._exchange, self._leader = run, config, exchange, leader
         self._secret, self._bind, self._backend, self._device = secret, bind, backend, device
         self._group: BroadcastGroup | None = None
+        self._stores: dict[str, GroupListener] = {}  # of the groups below relays, by the relay's name
         self._lanes: dict[str, _Lane] = {}
         self._jobs = JobQueue()
         self._thread = watched_thread("publisher", self._work)
@@ -181,6 +184,8 @@ class Publisher:
         self._jobs.close()
         self._thread.join()
         self._leave()
+        for listener in self._stores.values():
+            listener.close()
         if self._leader is not None:
             self._leader.close()
 
@@ -256,9 +261,9 @@ class Publisher:
         started = time.perf_counter()
         wire: Failure | None = None
         try:
-            if attempt.members is not None:
+            if attempt.groups:
                 with job.budget.forming() as form_deadline:
-                    self._form(job, attempt.members, attempt.sources, form_deadline)
+                    self._form(job, attempt, form_deadline)
                 started = time.perf_counter()
             deadline = min(time.monotonic() + self._config.attempt_s, job.budget.deadline)
             if self._leader is not None:
@@ -285,43 +290,60 @@ class Publisher:
             cast=None if job.cast is None else job.cast.sums(),
         )
 
-    def _form(
-        self, job: PublishJob, members: Sequence[ServerEndpoint], sources: Sequence[int], deadline: float
-    ) -> None:
-        """Replace this rank's group: sources listen, rank 0 invites every member, all meet (collective).
+    def _form(self, job: PublishJob, attempt: decisions.Attempt, deadline: float) -> None:
+        """Replace groups: sources listen for each, rank 0 invites their servers, all meet (collective).
 
-        Raises PublishError on every rank if a member or worker does not join in time.
+        This rank is a member of the group that has no relay, if it is a source. Raises PublishError on every rank if a
+        member or worker does not join in time.
         """
-        self._leave()
-        listener = None
-        if self._exchange.rank in sources:
-            listener = GroupListener(
-                source=self._exchange.rank,
-                bind=self._bind,
-                receivers=[f"worker {w} of {s.name} ({s.host})" for s in members for w in range(s.workers)],
-                backend=self._backend,
-                timeout_s=deadline - time.monotonic(),
-                bucket_bytes=int(self._config.bucket_mib * 2**20),
-                secret=self._secret,
-                device=self._device,
-            )
-        with undo_on_error(listener.close if listener else lambda: None):
-            mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
+        if any(group.relay is None for group in attempt.groups):
+            self._leave()
+        with ExitStack() as opened:
+            listeners = list[GroupListener | None]()
+            for group in attempt.groups:
+                listeners.append(listener := self._listener(group, attempt, deadline))
+                opened.callback(listener.close if listener else lambda: None)
+            mine = msgspec.msgpack.encode([listener.endpoint if listener else None for listener in listeners])
             gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
-            endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+            of_ranks = [msgspec.msgpack.decode(raw, type=list[SourceEndpoint | None]) for raw in gathered]
             if self._leader is not None:
-                self._leader.invite(members, endpoints, deadline)
-        failure: Failure | None = None
-        try:
-            if listener is not None:
-                self._group = listener.accept()
-            if self._leader is not None:
-                self._leader.await_joins()
-        except (PublishError, ManifestError) as e:
-            failure = Failure.of(e)
-        # No rank sends unless all have met: the version is announced only then.
-        if (failed := self._agree(failure, job.budget.patience_s)) is not None:
-            raise failed.error()
+                endpoints = [[e for e in of_group if e is not None] for of_group in zip(*of_ranks, strict=True)]
+                self._leader.invite(attempt.groups, endpoints, deadline)
+            failure: Failure | None = None
+            try:
+                for group, listener in zip(attempt.groups, listeners, strict=True):
+                    if listener is not None and group.relay is None:
+                        self._group = listener.accept(attempt.shared)
+                if self._leader is not None:
+                    self._leader.await_joins()
+            except (PublishError, ManifestError) as e:
+                failure = Failure.of(e)
+            # No rank sends unless all have met: the version is announced only then.
+            if (failed := self._agree(failure, job.budget.patience_s)) is not None:
+                raise failed.error()
+            opened.pop_all()
+        for group, listener in zip(attempt.groups, listeners, strict=True):
+            if group.relay is not None:
+                if (replaced := self._stores.pop(group.relay.name, None)) is not None:
+                    replaced.close()
+                if listener is not None:
+                    self._stores[group.relay.name] = listener
+
+    def _listener(self, group: RelayGroup, attempt: decisions.Attempt, deadline: float) -> GroupListener | None:
+        """The store of ``group``; None unless this rank is a source and the group has members."""
+        if self._exchange.rank not in attempt.sources or not group.members:
+            return None
+        bucket_bytes = int(self._config.bucket_mib * 2**20)
+        return GroupListener(
+            source=self._exchange.rank,
+            bind=self._bind,
+            receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
+            backend=self._backend,
+            timeout_s=deadline - time.monotonic(),
+            bucket_bytes=bucket_bytes if attempt.shared else min(bucket_bytes, RELAYED_BYTES),
+            secret=self._secret,
+            device=self._device,
+        )
 
     def _agree(self, failure: Failure | None, timeout_s: float | None = None) -> Failure | None:
         """Return the first rank's ``failure`` on every rank; None if no rank has one (collective)."""

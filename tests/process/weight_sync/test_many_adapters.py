@@ -73,7 +73,7 @@ def test_only_ranks_that_own_tensors_of_an_adapter_have_groups() -> None:
             handles = [rank.publish(spec, version) for rank in ranks]
             assert all(handle.wait().attempts == 1 for handle in handles)
             server.assert_serves(spec, version)
-            return set(receiver._groups)
+            return set(receiver._links.above)
 
         attention, both = made(0), made(2)
         assert publish(attention, 0) == {0}

@@ -320,7 +320,7 @@ def test_where_memory_cannot_be_shared_the_bytes_are_sent(monkeypatch):
 def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
     bench = Bench(backend)
     bench.good(0)
-    left = [weakref.ref(group) for group in bench.receiver._groups.values()]
+    left = [weakref.ref(group) for group in bench.receiver._links.above.values()]
     bench.connect()
     deadline = time.monotonic() + LONG_S
     while any(group() is not None for group in left):
@@ -376,7 +376,7 @@ def test_the_groups_of_all_sources_are_formed_at_once_whatever_their_order(monke
         accepted = [pool.submit(listener.accept) for listener in listeners]
         receiver.join([listener.endpoint for listener in reversed(listeners)], 1, LONG_S)
         groups = [group.result() for group in accepted]
-    assert set(receiver._groups) == {0, 3, 5, 8}
+    assert set(receiver._links.above) == {0, 3, 5, 8}
     for group in groups:
         group.close()
     receiver.close()
@@ -391,7 +391,7 @@ def test_one_group_that_does_not_form_makes_a_receiver_leave_the_others():
         with pytest.raises(PublishError, match="source rank 1 cannot be reached"):
             receiver.join([good.endpoint, gone.endpoint], 1, LONG_S)
         group = accepted.result()
-    assert receiver._groups == {}
+    assert receiver._links.above == {}
     group.close()
 
 

@@ -26,6 +26,7 @@ from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.runtime import Capacity
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer import fleet, leader, membership, publish_job
@@ -105,8 +106,8 @@ class VirtualFleet:
     def check(self, members: Sequence[ServerEndpoint], *_: object) -> dict[Any, Future[None]]:
         return {server: self._done(server, None) for server in members}
 
-    def join(self, members: Sequence[ServerEndpoint], *_: object) -> dict[ServerEndpoint, Future[JoinReply]]:
-        return {server: self._done(server, JoinReply(workers=1)) for server in members}
+    def join(self, groups: Sequence[RelayGroup], *_: object) -> dict[ServerEndpoint, Future[JoinReply]]:
+        return {server: self._done(server, JoinReply(workers=1)) for group in groups for server in group.members}
 
     def publish(self, members: Sequence[ServerEndpoint], *_: object) -> dict[ServerEndpoint, Future[PublishReply]]:
         self.posts = {server: Future() for server in members}
@@ -322,9 +323,9 @@ class World:
         """One transfer, which a member that is dead breaks for the others, too."""
         self.attempts += 1
         members = self.leader.roster.members
-        if attempt.members is not None:
-            self.formed = tuple(attempt.members)
-            self.leader.invite(members, [], self.clock.now + self.config.attempt_s)
+        if attempt.groups:
+            self.formed = attempt.groups[0].members
+            self.leader.invite(attempt.groups, [], self.clock.now + self.config.attempt_s)
             self.leader.await_joins()
         assert self.formed == members, "the groups are of other members"
         for server in members:

@@ -23,6 +23,7 @@ from areal_lora.network.tls import Plane, authorized
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
+from areal_lora.weight_sync.admin_client import RequestRelay
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.slot_table import ServedVersions
@@ -55,6 +56,7 @@ class MemoryServer:
         leaving: Callable[[], bool] = lambda: False,
         on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.held = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -75,11 +77,12 @@ class MemoryServer:
         self._run, self._secret, self._base_digest = run, secret, base_digest
         self._n_slots, self._score = n_slots, score
         self._modules = _modules(shapes) if modules is None else dict(modules)
-        self._leaving, self._on_dismiss = leaving, on_dismiss
+        self._leaving, self._on_dismiss, self._relay = leaving, on_dismiss, RequestRelay(secret)
         self._one_publish, self._released = threading.Lock(), threading.Condition()
-        self._http = AdminHttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, self.handle)
+        listener = listener or socket.create_server((host, 0))
+        self._http = AdminHttpsServer(listener, secret, self.handle)
         self.endpoint = tp.ServerEndpoint(
-            name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
+            name=name, host=host, admin_port=self._http.server_port, data_port=0, workers=workers
         )
 
     def __enter__(self) -> MemoryServer:
@@ -147,6 +150,9 @@ class MemoryServer:
                 return 200, msgspec.msgpack.encode(self._drop(msgspec.msgpack.decode(body, type=tp.DropRequest).name))
             if (method, path) == ("POST", tp.SCORE_PATH):
                 return 200, msgspec.msgpack.encode(self._scored(msgspec.msgpack.decode(body, type=tp.ScoreRequest)))
+            if (method, path) == ("POST", tp.RELAY_PATH):
+                relayed = msgspec.msgpack.decode(body, type=tp.RelayRequest)
+                return 200, msgspec.msgpack.encode(self._relay.send(relayed, time.monotonic()))
         except ManifestError as e:
             return 409, msgspec.msgpack.encode(tp.RefusalReply(reason=e.reason, detail=e.detail))
         except (AdapterError, PublishError, msgspec.MsgspecError) as e:
@@ -180,8 +186,8 @@ class MemoryServer:
     def _join(self, request: tp.JoinRequest) -> tp.JoinReply:
         with ThreadPoolExecutor(len(self._receivers), thread_name_prefix="join") as pool:
             joins = [
-                pool.submit(receiver.join, request.endpoints, rank, request.timeout_s)
-                for receiver, rank in zip(self._receivers, request.ranks, strict=True)
+                pool.submit(receiver.join, request.endpoints, rank, request.timeout_s, None if w else request.below)
+                for w, (receiver, rank) in enumerate(zip(self._receivers, request.ranks, strict=True))
             ]
         for join in joins:
             join.result()

@@ -55,7 +55,7 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
     return full
 
 
-def serve(pipe: Connection, name: str, workers: int) -> None:
+def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") -> None:
     torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in all threads, or any of them would take it
     server = MemoryServer(
@@ -66,6 +66,7 @@ def serve(pipe: Connection, name: str, workers: int) -> None:
         workers=workers,
         declared={"a": spec()},
         name=name,
+        host=host,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )
     writers = server.writers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from areal_lora.config.facts import Facts
@@ -17,9 +18,9 @@ from tests.support.paths import EXAMPLES
 FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
 
 
-def printed(config: Config) -> list[str]:
+def printed(config: Config, facts: Facts = FACTS) -> list[str]:
     out = io.StringIO()
-    print_plan(config, make_plan(config, FACTS), Console(file=out, width=200))
+    print_plan(config, make_plan(config, facts), Console(file=out, width=200))
     return out.getvalue().splitlines()
 
 
@@ -53,4 +54,30 @@ def test_one_adapter_has_no_such_line() -> None:
     assert not [line for line in lines if line.startswith("Adapter ")]
     [groups] = [line for line in lines if line.startswith("Broadcast groups: ")]
     assert groups.startswith("Broadcast groups: 8 of 9 members, "), "8 expert-parallel ranks; 4 servers of 2 workers"
-    assert "formed at once, in at most 30 s" in groups
+    # 4 invitations of 0.4 ms; each worker connects 8 x 8 times, 0.14 ms each.
+    assert "formed at once, in about 0.01 s, at most 30 s" in groups
+
+
+@pytest.mark.parametrize(
+    ("tp", "nodes", "groups", "end"),
+    [
+        # 32 hosts: a group for each of 64 expert-parallel ranks; 64 x 0.4 ms + 64 x 256 x 0.14 ms.
+        (4, 64, "64 of 257 members, a trainer rank that owns tensors and all workers", "leave"),
+        # 64 hosts: groups of 32 servers, of 31 below the first relay, and of 1 below the second.
+        (
+            8,
+            96,
+            "192 of at most 257 members, for each of 64 trainer ranks that own tensors its group and 2 below",
+            "time",
+        ),
+    ],
+)
+def test_groups_of_64_servers_have_relays_where_hosts_are_many(tp: int, nodes: int, groups: str, end: str) -> None:
+    sizes = ["trainer.world_size=256", "trainer.tp=4", "trainer.ep=64", f"cluster.nodes={nodes}"]
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
+    config = load_config(files, [*sizes, "rollout.servers=64", f"rollout.tp={tp}"])
+    lines = printed(config, Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B")))
+    [line] = [line for line in lines if line.startswith("Broadcast groups: ")]
+    assert line.startswith(f"Broadcast groups: {groups}"), line
+    assert "in about 2.32 s, at most 30 s" in line
+    assert line.endswith(end)

@@ -11,7 +11,7 @@ import pytest
 from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.manifest import Announcement, check_layout, check_successor, decode, encode
+from areal_lora.weight_sync.manifest import Announcement, check_layout, check_successor, decode, encode, sent_later
 from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 
@@ -62,6 +62,7 @@ def test_encoding_round_trips_and_is_strict(layout):
             sent = encode(msgspec.structs.replace(sealed, timeout_s=timeout_s))
             assert sent == encode(want)
             assert decode(sent) == want
+            assert sent_later(data, 10.0 - timeout_s) == encode(want)
     data = encode(announce(layout))
     assert isinstance(decode(data).layout.structure.expert_layout, ExpertLayout)
     assert decode(data).layout.digest == layout.digest
@@ -75,6 +76,8 @@ def test_encoding_round_trips_and_is_strict(layout):
         with pytest.raises(ManifestError) as e:
             decode(bad)
         assert e.value.reason == RefusalReason.MALFORMED
+    with pytest.raises(ManifestError, match="wire format"):
+        sent_later(b"XXXX" + data[4:], 1.0)
 
 
 def test_right_cover_passes(layout):

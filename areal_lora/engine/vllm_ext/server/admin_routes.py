@@ -5,7 +5,9 @@
 A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`` (``leaving``).
 """
 
+import asyncio
 import time
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +25,7 @@ from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.http_server import BodyLimit
 from areal_lora.network.tls import Plane
 from areal_lora.weight_sync import messages as wire
+from areal_lora.weight_sync.admin_client import RequestRelay
 
 
 def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
@@ -53,6 +56,7 @@ class AdminPlane:
             Route(wire.DROP_PATH, self.drop, methods=["POST"]),
             Route(wire.SCORE_PATH, self.score, methods=["POST"]),
             Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
+            Route(wire.RELAY_PATH, partial(self.relay, RequestRelay(secret)), methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(STATUS, _refused))
         return BearerAuth(BodyLimit(app, wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
@@ -95,6 +99,10 @@ class AdminPlane:
     async def dismiss(self, request: Request) -> Response:
         self._stop.dismissed.set()
         return _answer(wire.PingReply())
+
+    async def relay(self, requests: RequestRelay, request: Request) -> Response:
+        came, want = time.monotonic(), msgspec.msgpack.decode(await request.body(), type=wire.RelayRequest)
+        return _answer(await asyncio.to_thread(requests.send, want, came))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -271,7 +271,8 @@ class _WorkerAdapters:
         error = ""
         lower_priority()  # the groups' threads inherit it; this thread ends with the request
         try:
-            self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
+            below = None if self.rank else request.below
+            self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s, below)
         except PublishError as e:
             error = str(e)
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001

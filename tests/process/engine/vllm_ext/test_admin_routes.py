@@ -13,7 +13,11 @@ import pytest
 
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.server.generate import BadRequest
+from areal_lora.weight_sync import messages as wire
+from areal_lora.weight_sync.admin_client import RequestRelay
 from areal_lora.weight_sync.messages import ScoreRequest
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+from tests.support.weight_sync.memory_server import MemoryServer
 
 
 def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
@@ -51,3 +55,27 @@ def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
 
     asyncio.run(ask())
     assert log == ["score has ended", "given back"]
+
+
+def test_a_relay_returns_the_answers_of_all_servers_and_names_one_that_is_not_there() -> None:
+    def score(model: str | None, ids: list[list[int]]) -> list[list[float]]:
+        return [[-0.5] * len(row) for row in ids]
+
+    async def relayed(servers: list[wire.ServerEndpoint], what: bytes) -> list[wire.RelayedAnswer]:
+        async def body() -> bytes:
+            wanted = wire.RelayRequest(path=wire.SCORE_PATH, body=what, servers=servers, timeout_s=120.0)
+            return msgspec.msgpack.encode(wanted)
+
+        unused: Any = None
+        request: Any = SimpleNamespace(body=body)
+        answer = await AdminPlane(unused, unused, unused, unused, unused).relay(RequestRelay(SECRET), request)
+        return msgspec.msgpack.decode(answer.body, type=wire.RelayReply).answers
+
+    with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score) as server:
+        missing = msgspec.structs.replace(server.endpoint, name="server-1", admin_port=1)
+        what = msgspec.msgpack.encode(ScoreRequest(model=None, token_ids=[[1, 2]]))
+        found, none = asyncio.run(relayed([server.endpoint, missing], what))
+    assert found.status == 200
+    assert msgspec.msgpack.decode(found.body, type=wire.ScoreReply).logprobs == [[-0.5, -0.5]]
+    assert none.status == 502
+    assert b"server-1" in none.body

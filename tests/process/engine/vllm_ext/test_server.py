@@ -26,7 +26,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.run_folder.status import last_beats
 from areal_lora.types import TokenColumns
 from areal_lora.weight_sync import messages as transport
-from areal_lora.weight_sync.trainer.fleet import AdminClient
+from areal_lora.weight_sync.admin_client import AdminClient
 from tests.support.clocks import seen, wait_until
 from tests.support.engine.vllm_ext.serving import (
     PROMPT,
@@ -508,6 +508,7 @@ ADMIN_PATHS = [
     ("POST", transport.JOIN_PATH),
     ("POST", transport.PUBLISH_PATH),
     ("POST", transport.SCORE_PATH),
+    ("POST", transport.RELAY_PATH),
     ("GET", "/openapi.json"),
 ]
 

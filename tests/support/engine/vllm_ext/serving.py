@@ -28,11 +28,11 @@ from areal_lora.errors import PublishError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode, shard_keys
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.trainer.fleet import AdminClient
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.forks.starter import Fork, starter_of
 from tests.support.weight_sync.adapters import pack_of

@@ -13,7 +13,7 @@ from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.config.sizing.memory import GIB, Memory, Part, broadcast_groups, job_memory, staging_bytes
+from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, source_ranks, staging_bytes
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.registry import known_config
@@ -182,28 +182,27 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
 EP8_PP8 = ["trainer.world_size=256", "trainer.tp=4", "trainer.ep=8", "trainer.pp=8", "cluster.nodes=64"]
 STAGES = [12, 12, 12, 12, 12, 12, 11, 11]
 ATTENTION = "adapters.0.target_modules=[linear_qkv, linear_proj]"
-SERVERS = ["rollout.servers=64", "rollout.tp=4"]
 
 
 @pytest.mark.parametrize(
-    ("model", "overrides", "groups", "members"),
+    ("model", "overrides", "sources"),
     [
-        ("Qwen/Qwen3-30B-A3B", [], 8, 9),
-        ("Qwen/Qwen3-30B-A3B", [ATTENTION], 1, 9),
-        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], 1, 9),
-        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8, 9),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, *SERVERS, f"trainer.pp_layers={STAGES}"], 64, 257),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, *SERVERS, f"trainer.pp_layers={STAGES}", ATTENTION], 8, 257),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, *SERVERS, "trainer.pp=1", "trainer.ep=64"], 64, 257),
-        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], 2, 9),
+        ("Qwen/Qwen3-30B-A3B", [], 8),
+        ("Qwen/Qwen3-30B-A3B", [ATTENTION], 1),
+        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], 1),
+        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}"], 64),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}", ATTENTION], 8),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, "trainer.pp=1", "trainer.ep=64"], 64),
+        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], 2),
     ],
 )
-def test_broadcast_groups_are_those_of_the_layout(model: str, overrides: list[str], groups: int, members: int) -> None:
+def test_sources_are_those_of_the_layout(model: str, overrides: list[str], sources: int) -> None:
     shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([MOE], overrides)
-    assert broadcast_groups(config, shape) == (groups, members)
+    assert source_ranks(config, shape) == sources
     parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
     layout = wire_layout(ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec(""), "bfloat16")
-    assert len(layout.shards) == groups
+    assert len(layout.shards) == sources
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:

@@ -13,17 +13,35 @@ from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.launcher.simulation.cost_model import arithmetic, scaled
 from areal_lora.obs.metrics.records import RunMetrics
+from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
+from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
 
 CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
 COSTS = arithmetic(CONFIG, ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}))
 
 
+def members(n: int) -> list[ServerEndpoint]:
+    return [ServerEndpoint(name=f"s{i}", host=f"h{i}", admin_port=1, data_port=1, workers=1) for i in range(n)]
+
+
 def test_a_root_of_a_tree_sends_once_for_each_level_and_a_ring_once() -> None:
     tree = replace(COSTS, tree=True, sources=1, nbytes=10**9, link_s=1e-9)
-    assert [tree.wire_s(n) for n in (1, 7, 8, 511)] == pytest.approx([1.0, 3.0, 4.0, 9.0])
+    assert [tree.group_s(n, 1) for n in (1, 7, 8, 511)] == pytest.approx([1.0, 3.0, 4.0, 9.0])
+    assert [tree.group_s(n, 8) for n in (1, 7, 511)] == pytest.approx([1.0, 2.0, 8.0]), "its first receiver sends most"
     ring = replace(tree, tree=False)
-    assert ring.wire_s(511) == pytest.approx(1.0 + 510 * 50e-6)
+    assert ring.group_s(511, 1) == pytest.approx(1.0 + 510 * 50e-6)
+
+
+def test_relays_send_all_sources_bytes_while_the_next_bucket_arrives() -> None:
+    costs = replace(COSTS, tree=True, sources=4, nbytes=10**9, link_s=1e-9, bucket_bytes=10**6)
+    assert costs.wire_s(relay_tree(members(8))) == pytest.approx(3.0)
+    # A root group of 32 (6 levels), whose first receiver sends 5 times; then a relay, which sends to 31 (5 levels).
+    assert costs.wire_s(relay_tree(members(63))) == pytest.approx(5.0 + 5 * 4e-3)
+
+
+def test_a_relay_makes_the_requests_to_the_servers_below_it() -> None:
+    assert [COSTS.requests_s(relay_tree(members(n))) / REQUEST_S for n in (8, 32, 63, 512)] == [8, 32, 64, 79]
 
 
 def test_lengths_are_equal_for_equal_keys_and_have_the_mean() -> None:

@@ -11,6 +11,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.launcher.simulation.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
 from areal_lora.launcher.simulation.simulate import Scenario, SimulationReport, simulate
@@ -103,6 +104,15 @@ def test_a_lost_host_is_excluded_and_costs_time() -> None:
     assert len(set(lost.trained)) == 16 * FOUR.steps
     assert lost.stats is not None
     assert sum(lost.stats.retried.values()) > 0
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_publish_to_512_servers_takes_at_most_half_more_than_to_8(backend: str) -> None:
+    """Of the shipped job, with more servers."""
+    shipped = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], [f"weight_sync.backend={backend}"])
+    costs = arithmetic(shipped, ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}))
+    few, many = (simulate(shipped, costs, Scenario(servers=n, ranks=8, steps=3)) for n in (8, 512))
+    assert many.phase_s("all")[0] <= 1.5 * few.phase_s("all")[0]
 
 
 def test_the_steps_of_the_embedded_run_are_predicted() -> None:

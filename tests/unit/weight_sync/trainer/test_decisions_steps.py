@@ -5,6 +5,7 @@ import pytest
 
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.decisions import (
     Attempt,
@@ -27,7 +28,7 @@ REPORT = PublishReport(ref=AdapterRef(name="a", version=1), digest="d", nbytes=8
         Fail(failure=Failure(kind="failed", message="x")),
         Wait(),
         Attempt(),
-        Attempt(members=[SERVER], sources=[0, 3]),
+        Attempt(groups=[RelayGroup((SERVER,)), RelayGroup((), SERVER)], sources=[0, 3], shared=False),
     ],
 )
 def test_every_step_reaches_the_other_ranks_as_it_is(step):

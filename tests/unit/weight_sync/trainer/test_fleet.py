@@ -5,19 +5,34 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Collection
 from concurrent.futures import Future, wait
 
 import msgspec
 import pytest
 
-from areal_lora.errors import PublishError
+from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
+from areal_lora.weight_sync.admin_client import AdminClient
+from areal_lora.weight_sync.link.relays import RelayGroup
+from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.messages import (
+    PUBLISH_PATH,
+    RELAY_PATH,
+    DropReply,
+    PingReply,
+    PublishReply,
+    RefusalReply,
+    RelayedAnswer,
+    RelayReply,
+    RelayRequest,
+    ServerEndpoint,
+)
 from areal_lora.weight_sync.trainer import fleet as fleet_module
-from areal_lora.weight_sync.trainer.fleet import PINGS, AdminClient, Fleet
+from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet, answers
 from tests.support.clocks import WAIT_S, wait_until
-from tests.support.weight_sync.helpers import RUN, SECRET
+from tests.support.weight_sync.helpers import RUN, SECRET, announce, layout_of, share, values
 from tests.support.weight_sync.https_server import AdminHttpsServer
 
 SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(3)]
@@ -223,3 +238,44 @@ def test_members_are_pinged_over_connections_that_are_kept() -> None:
         fleet.close()
         server.shutdown()
         server.server_close()
+
+
+def test_a_relay_gets_the_requests_for_the_servers_below_it_in_one() -> None:
+    """Its servers that refuse, or do not answer, are no errors of the others."""
+    members = [msgspec.structs.replace(each, host="127.0.0.1") for each in SERVERS]
+    paths, wanted = list[str](), list[RelayRequest]()
+
+    def answer(method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
+        paths.append(path)
+        if path == PUBLISH_PATH:
+            return 200, msgspec.msgpack.encode(PublishReply(ref="a@v0", digest="own", phases={}))
+        wanted.append(msgspec.msgpack.decode(body, type=RelayRequest))
+        refused = msgspec.msgpack.encode(RefusalReply(reason="slot", detail="full"))
+        below = [RelayedAnswer(status=409, body=refused), RelayedAnswer(status=502, body=b"no route")]
+        return 200, msgspec.msgpack.encode(RelayReply(answers=below))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = AdminHttpsServer(listener, SECRET, answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    members[0] = msgspec.structs.replace(members[0], admin_port=listener.getsockname()[1])
+    fleet, layout = Fleet(RUN, SECRET), layout_of(share(values(0))[0])
+    try:
+        fleet.keep(members)
+        fleet.groups = [RelayGroup((members[0],)), RelayGroup((members[1], members[2]), members[0])]
+        until = time.monotonic() + WAIT_S
+        for _ in range(2):
+            found = answers(fleet.publish(members, announce(layout).manifest, layout, until, 1.0), until)
+    finally:
+        fleet.close()
+        server.shutdown()
+        server.server_close()
+    own, refused, missing = (found[member] for member in members)
+    assert isinstance(own, PublishReply)
+    assert (type(refused), type(missing)) == (ManifestError, PublishError)
+    assert "server-1" in str(refused)
+    assert "no route" in str(missing)
+    assert sorted(paths) == [PUBLISH_PATH] * 2 + [RELAY_PATH] * 2
+    first, second = (decode(each.body) for each in wanted)
+    assert [(each.servers, each.path) for each in wanted] == [(members[1:], PUBLISH_PATH)] * 2
+    assert (first.layout, second.layout) == (layout, None), "the layout goes with the first version alone"
+    assert WAIT_S / 2 < second.timeout_s <= WAIT_S

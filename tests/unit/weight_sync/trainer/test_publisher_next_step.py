@@ -7,6 +7,7 @@ import pytest
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.trainer import publish_job, publisher
 from areal_lora.weight_sync.trainer.decisions import Attempt, Decision
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
@@ -84,14 +85,14 @@ def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monk
     job = job_of(config)
     job.packed.set()
 
-    def form(self, job, members, sources, deadline):
+    def form(self, job, attempt, deadline):
         forming.append((deadline - clock.now, job.budget.patience_s))
         clock.now += 25.0
 
     monkeypatch.setattr(publisher.Publisher, "_form", form)
     for attempt in range(3):
         before = job.budget.left_s
-        rank._attempt(job, Attempt(members=[]))
+        rank._attempt(job, Attempt(groups=[RelayGroup(())]))
         assert leader.deadlines[-1] == clock.now + config.attempt_s
         spent = before - job.budget.left_s
         assert spent == pytest.approx(0.0 if attempt < 2 else 15.0), "the third exceeds what a publish may form"

@@ -12,7 +12,7 @@ import pytest
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.tls import Plane, authorization, bearer_key, client_context, server_context
 from areal_lora.weight_sync import messages as tp
-from areal_lora.weight_sync.trainer.fleet import AdminClient
+from areal_lora.weight_sync.admin_client import AdminClient
 from tests.support.clocks import wait_until
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer
