@@ -18,13 +18,15 @@ from areal_lora.obs.tracking.main import clients_of
 from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
-TRAINER, CONTROLLER, SERVER, SERVICE, TRACKER = "trainer", "controller", "server", "service", "tracker"
+TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "service"
+TRACKER, REMOTE = "tracker", "remote"
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
     SERVER: "areal_lora.engine.vllm_ext.server.main",
     SERVICE: "areal_lora.service.main",
     TRACKER: "areal_lora.obs.tracking.main",
+    REMOTE: "areal_lora.engine.vllm_ext.remote.remote_gateway",
 }
 ROLES: dict[str, Role] = {
     TRAINER: "trainer",
@@ -32,6 +34,7 @@ ROLES: dict[str, Role] = {
     CONTROLLER: "controller",
     SERVICE: "controller",
     TRACKER: "controller",
+    REMOTE: "controller",
 }
 """Role of a process -> its name in the configuration."""
 
@@ -86,7 +89,8 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         raise ConfigError("model.path", facts.model_problem)
     shape = ModelShape.from_hf(facts.hf_config, facts.checkpoint)
     scorers = sum(reward.workers for adapter in config.adapters for reward in adapter.rewards)
-    here, beside = seats.controller.node, [(CONTROLLER, 1 + scorers)] + [(SERVICE, 1)] * has_tenants(config)
+    here, beside = seats.controller.node, [(CONTROLLER, 1 + scorers)]
+    beside += [(SERVICE, 1)] * has_tenants(config) + [(REMOTE, 1)] * (config.rollout.remote is not None)
     return JobPlan(
         run_folder=folder,
         pools=pools_of(config.cluster),

@@ -13,7 +13,7 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher import restarts
-from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, REMOTE, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
@@ -68,7 +68,8 @@ class Watch:
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
         budgets = {TRAINER: budget, CONTROLLER: budget, SERVER: budget, TRACKER: restarts.TRACKER_RESTARTS}
         self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
-        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
+        beating = dict.fromkeys((CONTROLLER, SERVER, SERVICE, REMOTE), beats_s)
+        self._pulse = Pulse(beating | {TRAINER: config.run.stall_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
         self._halving = Halving(plan.run_folder, view)

@@ -39,10 +39,11 @@ _CONTEXT = "areal_lora 1 "  # separates these keys from whatever else the secret
 
 
 class Plane(StrEnum):
-    """The HTTP planes of a rollout server."""
+    """The HTTP planes of a rollout server, and that of the gateway for remote ones, whose certificate is the user's."""
 
     ADMIN = "admin"
     DATA = "data"
+    REMOTE = "remote"
 
 
 def derived_key(secret: str, label: str, length: int = 32) -> bytes:

@@ -95,6 +95,15 @@ class TrainerConfig(Section):
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
 
+class RemoteConfig(Section):
+    host: str = "127.0.0.1"
+    """Address on which remote servers are served. Off loopback it needs `certificate`, or leave it there and put a
+    proxy with TLS before it."""
+    port: NonNegInt = Field(0, description="Port of the gateway; 0: the system chooses.")
+    certificate: Path | None = None
+    """PEM file with the certificate chain and the private key of `host`; it is served by plain HTTP if unset."""
+
+
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
@@ -124,6 +133,8 @@ class RolloutConfig(Section):
     enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
+    remote: RemoteConfig | None = None
+    """If present, even as `{}`, servers on other machines join with `areal-lora serve-remote`."""
 
     @property
     def interrupts(self) -> bool:

@@ -209,7 +209,8 @@ class AdapterReceiver:
 
     ``declared`` are the adapters of the configuration by name: a publish that differs is refused. Any other adapter is
     declared by its first accepted version. ``secret`` is the run's, ``bind`` this machine's address towards the
-    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each.
+    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each. Shards have
+    the run's ``keys``, which follow from ``secret`` but on a remote server, whose groups have a secret of their own.
     """
 
     def __init__(
@@ -224,8 +225,10 @@ class AdapterReceiver:
         bind: str = "127.0.0.1",
         device: torch.device = CPU,
         layouts: int = 1,
+        keys: ShardKeys | None = None,
     ) -> None:
         self._writer, self._on_staged, self._secret = writer, on_staged, secret
+        self._keys = keys or shard_keys(secret)
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
         self._declared: dict[str, AdapterStructure] = {n: s.bare() for n, s in (declared or {}).items()}
         self._current: dict[str, ShardManifest] = {}
@@ -273,8 +276,8 @@ class AdapterReceiver:
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
-            deadline, keys = time.monotonic() + timeout_s, shard_keys(self._secret)
-            started = known, Reception(known.layout, groups, deadline, timer, keys, self._writer.on_device)
+            deadline = time.monotonic() + timeout_s
+            started = known, Reception(known.layout, groups, deadline, timer, self._keys, self._writer.on_device)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:

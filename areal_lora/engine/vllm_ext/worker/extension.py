@@ -52,7 +52,7 @@ from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
 from areal_lora.weight_sync.link.inbox import BucketBytes
-from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.manifest import decode, expanded
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
@@ -203,7 +203,8 @@ class _WorkerAdapters:
             self.held = MergedWeights(fused_weights(worker), worker.device, base, targets)
         else:
             self.held = AdapterSlots(worker)
-        secret = read_secret(RunFolder.of(setup.run_folder))
+        folder = RunFolder.of(setup.run_folder)
+        secret = read_secret(folder)
         self._receiver = AdapterReceiver(
             self.held,
             run=setup.run,
@@ -214,6 +215,7 @@ class _WorkerAdapters:
             bind=setup.bind,
             device=self.held.device,
             layouts=setup.adapters,
+            keys=expanded(folder.shard_keys.read_bytes()) if folder.shard_keys.exists() else None,
         )
         self._respond: channel.Respond | None = None  # answers the ``Receive`` in progress
         self._last_staged: AdapterRef | None = None
