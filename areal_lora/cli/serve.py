@@ -71,7 +71,7 @@ def serve_remote(
     """
     from areal_lora.engine.vllm_ext.remote.remote_server import run_remote
 
-    setup_logging("serve-remote", 0)
+    setup_logging("serve-remote")
     run_remote(url, _token(token_file), model=model, device=device)
 
 

@@ -11,7 +11,6 @@ The run folder keeps ``spares/server-<index>``, which claims an index: no later 
 session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job, or a process, that runs spare servers.
 """
 
-import contextlib
 import os
 import signal
 import socket

@@ -209,8 +209,8 @@ class AdapterReceiver:
 
     ``declared`` are the adapters of the configuration by name: a publish that differs is refused. Any other adapter is
     declared by its first accepted version. ``secret`` is the run's, ``bind`` this machine's address towards the
-    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each. Shards have
-    the run's ``keys``, which follow from ``secret`` but on a remote server, whose groups have a secret of their own.
+    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each. ``keys``
+    are those of the run's shards, and follow from ``secret`` except on a remote server.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from areal_lora.network.tls import Plane, authorized
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
-from areal_lora.weight_sync.manifest import Announcement, decode
+from areal_lora.weight_sync.manifest import Announcement, ShardKeys, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.slot_table import ServedVersions
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
@@ -55,6 +55,7 @@ class MemoryServer:
         leaving: Callable[[], bool] = lambda: False,
         on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
+        keys: ShardKeys | None = None,
     ) -> None:
         self.held = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -69,6 +70,7 @@ class MemoryServer:
                 declared=declared,
                 layouts=layouts,
                 on_staged=partial(self._arrive, w),
+                keys=keys,
             )
             for w, writer in enumerate(self.writers)
         ]

@@ -195,7 +195,8 @@ class RemoteSeat:
         if self.left:
             return Answer(number=0, status=503, body=b"this server has left", leaving=True)
         number = next(self._numbers) if number is None else number
-        future = self._unanswered[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._unanswered[number] = future
         self._send(Forwarded(number=number, plane=plane, method=method, path=path, body=body))
         try:
             return await future

@@ -173,8 +173,8 @@ class RemoteServer:
             for request in work.requests:
                 seen = request.number
                 if request.cancels:
-                    if (task := self._requests.get(request.cancels)) is not None:
-                        task.cancel()
+                    if request.cancels in self._requests:
+                        self._requests[request.cancels].cancel()
                     continue
                 task = self._requests[seen] = tasks.create_task(self._answer(request, self._name))
                 task.add_done_callback(lambda _, number=seen: self._requests.pop(number, None))  # type: ignore[misc]
