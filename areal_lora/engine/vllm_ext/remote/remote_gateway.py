@@ -71,7 +71,7 @@ from areal_lora.weight_sync.manifest import base_digest, decode, shard_key_bytes
 ROLE = "remote"
 CHUNK_BYTES = 1 << 20
 LINGER_S = 30.0
-"""Longest time that a server that has left answers pings so, until the trainer dismisses it."""
+"""Time in which the data plane of a server that has left hands requests back: then the controller knows it."""
 
 log = get_logger("areal_lora.engine.vllm_ext.remote.remote_gateway")  # __name__ is __main__ here
 M = TypeVar("M")
@@ -129,13 +129,10 @@ class RemoteSeat:
         self._groups: dict[int, BroadcastGroup] = {}
         self._transfer, self._spools = 0, dict[int, ShardSpool]()
         self._pool = ThreadPoolExecutor(64, thread_name_prefix=self.name)  # a member of all groups at once
-        self.left, self.over = False, False
-        self.dismissed = asyncio.Event()
+        self.left, self.over = asyncio.Event(), False
 
     def admin_app(self) -> ASGIApp:
         routes = [
-            Route(wire.PING_PATH, self._ping),
-            Route(wire.DISMISS_PATH, self._dismiss, methods=["POST"]),
             Route(wire.JOIN_PATH, self._join, methods=["POST"]),
             Route(wire.PUBLISH_PATH, self._publish, methods=["POST"]),
             Route("/{path:path}", partial(self._pass_on, Plane.ADMIN), methods=["GET", "POST"]),
@@ -175,11 +172,11 @@ class RemoteSeat:
         return self._spools.get(source) if transfer == self._transfer else None
 
     def lost(self, now: float) -> bool:
-        return not self.left and not self._polls and now - self._fetched_at > LOST_S
+        return not self._polls and now - self._fetched_at > LOST_S
 
     def leave(self) -> None:
-        """Hand back what is unanswered; from here on nothing is forwarded."""
-        self.left = True
+        """Hand back what is unanswered. From here on nothing is forwarded: the trainer gets no answer to a ping."""
+        self.left.set()
         for number, future in self._unanswered.items():
             if not future.done():
                 future.set_result(Answer(number=number, status=503, body=b"this server has left", leaving=True))
@@ -192,7 +189,7 @@ class RemoteSeat:
 
     async def forward(self, plane: Plane, method: str, path: str, body: bytes, number: int | None = None) -> Answer:
         """Have the remote server answer a request. A caller that is cancelled cancels it there."""
-        if self.left:
+        if self.left.is_set():
             return Answer(number=0, status=503, body=b"this server has left", leaving=True)
         number = next(self._numbers) if number is None else number
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -219,15 +216,6 @@ class RemoteSeat:
         answer = await self.forward(plane, method, path, body)
         headers = {LEAVING_HEADER: "1"} if answer.leaving else None
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type, headers=headers)
-
-    async def _ping(self, request: Request) -> Response:
-        if self.left:
-            return Response(msgspec.msgpack.encode(wire.PingReply(leaving=True)), media_type=wire.CONTENT_TYPE)
-        return await self._pass_on(Plane.ADMIN, request)
-
-    async def _dismiss(self, request: Request) -> Response:
-        self.dismissed.set()
-        return Response(msgspec.msgpack.encode(wire.PingReply()), media_type=wire.CONTENT_TYPE)
 
     async def _join(self, request: Request) -> Response:
         """Join the trainer's groups here, while the remote server forms groups of its own for the same sources."""
@@ -323,17 +311,17 @@ class RemoteGateway:
             Route("/remote/{name}/work/{seen:int}", self._get_work),
             Route("/remote/{name}/answer", self._take_answer, methods=["POST"]),
             Route("/remote/{name}/shard/{transfer:int}/{source:int}", self._get_shard),
-            Route("/remote/{name}", self._dismissed, methods=["DELETE"]),
+            Route("/remote/{name}", self._leaves, methods=["DELETE"]),
         ]
         app = Starlette(routes=routes, exception_handlers={KeyError: _unknown, msgspec.MsgspecError: _malformed})
         return BearerAuth(BodyLimit(app, MAX_DATA_BODY_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:
-        """Dismiss servers that fetch no work any more."""
+        """End the stay of servers that fetch no work any more."""
         while True:
             for seat in list(self.seats.values()):
                 if seat.lost(time.monotonic()):
-                    self._dismiss(seat, "is lost: it fetches no work")
+                    self._end(seat, "is lost: it fetches no work")
             await asyncio.sleep(LOST_S / 10)
 
     async def end(self) -> None:
@@ -355,7 +343,7 @@ class RemoteGateway:
         return _packed(Admission(name=seat.name))
 
     async def _serve(self, seat: RemoteSeat, workers: int) -> None:
-        """Serve both planes of a seat until its server has left and the trainer knows it."""
+        """Serve both planes of a seat until its server has left, and a little longer."""
         data_app = guarded(seat.data_app(), self._host, self._secret, closed=self._closed)
         tls = server_tls(self._host, self._run_folder, self._secret, closed=self._closed)
         with bound_sockets(self._host) as (data, admin):
@@ -367,18 +355,18 @@ class RemoteGateway:
             ports = {"data": data.getsockname()[1], "admin": admin.getsockname()[1]}
             publish_endpoint(self._run_folder, "server", seat.index, ports, self._host, tls, workers=1)
             set_status(self._run_folder, "server", seat.index, f"serving elsewhere, with {workers} workers")
-            await seat.dismissed.wait()
+            await seat.left.wait()
+            await asyncio.sleep(LINGER_S)
             for server in http:
                 server.should_exit = True
             await asyncio.wait(planes, timeout=CLOSE_S + 1)
 
-    def _dismiss(self, seat: RemoteSeat, why: str) -> None:
+    def _end(self, seat: RemoteSeat, why: str) -> None:
         log.info("%s %s", seat.name, why)
         forget_endpoint(self._run_folder, "server", seat.index)
         set_status(self._run_folder, "server", seat.index, "stopped")
         del self.seats[seat.name]
         seat.leave()
-        asyncio.get_running_loop().call_later(LINGER_S, seat.dismissed.set)
 
     async def _get_work(self, request: Request) -> Response:
         return _packed(await self._seat(request).work(request.path_params["seen"]))
@@ -396,8 +384,8 @@ class RemoteGateway:
         media_type = "application/octet-stream"
         return StreamingResponse(spool.chunks(at), 206 if at else 200, headers=headers, media_type=media_type)
 
-    async def _dismissed(self, request: Request) -> Response:
-        self._dismiss(self._seat(request), "leaves")
+    async def _leaves(self, request: Request) -> Response:
+        self._end(self._seat(request), "leaves")
         return Response()
 
     def _seat(self, request: Request) -> RemoteSeat:

@@ -48,22 +48,37 @@ RUN = "t"
 
 
 class Damage:
-    """The gateway's app; ``left`` shards more have a byte changed on their way."""
+    """The gateway's app; ``left`` shards more have a byte changed on their way.
+
+    The next one ends after ``cut_at`` bytes, if set. ``ranges`` were requested.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self.left = app, 0
+        self.cut_at: int | None = None
+        self.ranges: list[str] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wrong = "/shard/" in scope.get("path", "") and self.left > 0
-        self.left -= wrong
+        if "/shard/" not in scope.get("path", ""):
+            await self._app(scope, receive, send)
+            return
+        self.ranges.append(dict(scope["headers"])[b"range"].decode())
+        wrong, self.left = self.left > 0, max(0, self.left - 1)
+        room, self.cut_at = self.cut_at, None
 
         async def changed(message: Message) -> None:
-            nonlocal wrong
-            if wrong and message.get("body"):
-                body = bytearray(message["body"])
+            nonlocal wrong, room
+            body = bytearray(message.get("body", b""))
+            if wrong and body:
                 body[len(body) // 2] ^= 1
-                message, wrong = message | {"body": bytes(body)}, False
-            await send(message)
+                wrong = False
+            if room is not None and message["type"] == "http.response.body":
+                await send(message | {"body": bytes(body[:room]), "more_body": True})
+                room -= len(body[:room])
+                if not room:
+                    raise ConnectionAbortedError("the line is cut")
+                return
+            await send(message | {"body": bytes(body)} if body else message)
 
         await self._app(scope, receive, changed)
 
@@ -204,17 +219,22 @@ class World:
         pack = pack_of(layout, 0, dict(owned))
         return self.publisher.publish(ref(version, NAME), None, layout, pack, self.base, probe)
 
+    def settings(self) -> Settings:
+        """What the gateway gives to a remote server."""
+
+        async def get() -> Settings:
+            async with GatewayClient(self.url, self.token) as gateway:
+                return await gateway.get("settings", Settings)
+
+        return asyncio.run(get())
+
     def machine(self, root: Path) -> Machine:
         """A machine whose server joins the run. It has nothing of the run but URL and token."""
         loop, folder = Loop(), RunFolder(root / f"machine-{next(self._numbers)}" / RUN)
         folder.path.mkdir(parents=True)
         create_secret(folder)
 
-        async def settings() -> Settings:
-            async with GatewayClient(self.url, self.token) as gateway:
-                return await gateway.get("settings", Settings)
-
-        given = loop.run(settings())
+        given = self.settings()
         memory, data = self._serving(expanded(given.shard_keys), read_secret(folder))
         publish_endpoint(folder, "server", 0, {"data": data.port, "admin": memory.endpoint.admin_port}, tls=["admin"])
 
