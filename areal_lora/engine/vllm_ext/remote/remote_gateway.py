@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -468,7 +469,7 @@ def main(argv: list[str] | None = None) -> int:
     stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
     die_with_parent(signal.SIGTERM)
     try:
-        asyncio.run(serve(read_config(run_folder), run_folder))
+        uvloop.run(serve(read_config(run_folder), run_folder))
     except ArealLoraError as error:
         log.error("%s", error)
         return error.exit_code

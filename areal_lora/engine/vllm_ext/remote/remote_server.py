@@ -42,7 +42,7 @@ from areal_lora.weight_sync.trainer.publish_job import PackedShard
 
 MODULE = "areal_lora.engine.vllm_ext.server.main"
 HOST = "127.0.0.1"
-START_S, STOP_S = 900.0, 20.0
+START_S, LEAVE_S, STOP_S = 900.0, 2.0, 20.0
 PATIENCE_S = 300.0
 """A gateway that does not answer for so long has ended."""
 RETRY_S = 0.5
@@ -144,7 +144,8 @@ class RemoteServer:
             finally:
                 self._leave_groups()
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ConfigError):
-                    await self._gateway.send("DELETE", self._name)
+                    async with asyncio.timeout(LEAVE_S):
+                        await self._gateway.send("DELETE", self._name)
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         seen, answered_at = 0, time.monotonic()

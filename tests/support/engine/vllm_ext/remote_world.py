@@ -10,13 +10,14 @@ import itertools
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import uvloop
 from safetensors.numpy import save_file
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -83,35 +84,29 @@ class Damage:
         await self._app(scope, receive, changed)
 
 
-class SlowLine:
-    """A TCP line to a port: bytes take ``delay_s`` each way, and all connections can be cut."""
+class Line:
+    """A machine's TCP connections to a port: bytes take ``delay_s`` each way; while ``dead`` none arrive."""
 
-    def __init__(self, port: int, delay_s: float) -> None:
-        self._target, self.delay_s = port, delay_s
-        self._writers: set[asyncio.StreamWriter] = set()
+    def __init__(self, target: int, delay_s: float) -> None:
+        self._target, self._delay_s, self.dead = target, delay_s, False
 
     async def start(self) -> int:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         port: int = server.sockets[0].getsockname()[1]
         return port
 
-    async def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        self._writers |= {writer, far_writer}
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        with suppress(OSError, asyncio.CancelledError):
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
-        try:
+        with suppress(OSError):
             while data := await reader.read(1 << 16):
-                loop.call_later(self.delay_s, writer.write, data)
-        except OSError:
-            pass
-        loop.call_later(self.delay_s, writer.close)
+                if not self.dead:
+                    loop.call_later(self._delay_s, writer.write, data)
+        loop.call_later(self._delay_s, writer.close)
 
 
 class Held:
@@ -131,19 +126,19 @@ class Machine:
     memory: MemoryServer
     data: FakeServer
     serving: Future[None]
-    loop: Loop
+    line: Line
 
     def leave(self) -> None:
         self.serving.cancel()
 
     def vanish(self) -> None:
-        """As a machine that is taken away: nothing is sent any more."""
-        self.loop.loop.call_soon_threadsafe(self.loop.loop.stop)
+        """As a machine that is taken away: no connection ends, and nothing arrives."""
+        self.line.dead = True
 
 
 @dataclass
 class World:
-    """Use as a context manager. ``line`` is what remote servers connect to."""
+    """Use as a context manager."""
 
     folder: RunFolder
     config: Config
@@ -155,20 +150,20 @@ class World:
     def __enter__(self) -> World:
         self.secret, self.base = read_secret(self.folder), base_digest(self.config.model.folder)
         self.token = bearer_key(self.secret, Plane.REMOTE)
-        self._loop = Loop()
+        self._loop = Loop(uvloop.new_event_loop())  # the gateway's
         self._stack.callback(self._loop.close)
         self._numbers = itertools.count()
         sock = socket.create_server(("127.0.0.1", 0))
 
-        async def start() -> int:
+        async def start() -> None:
             self.gateway = RemoteGateway(self.config, self.folder)
             self.damage = Damage(self.gateway.app())
             self._http = [asyncio.ensure_future(HttpServer(self.damage, sock, None).serve())]
             self._http.append(asyncio.ensure_future(self.gateway.watch()))
-            self.line = SlowLine(sock.getsockname()[1], self.delay_s)
-            return await self.line.start()
 
-        self.url = f"http://127.0.0.1:{self._loop.run(start())}"
+        self._loop.run(start())
+        self._port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self.local, self.local_data = self._serving(shard_keys(self.secret), self.secret)
         self.publisher = self._publisher()
         self._stack.callback(self.publisher.close)
@@ -176,10 +171,6 @@ class World:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
-
-    def run(self, coroutine: Any) -> Any:
-        """In the gateway's loop."""
-        return self._loop.run(coroutine)
 
     def _serving(self, keys: Any, secret: str) -> tuple[MemoryServer, FakeServer]:
         def score(model: str | None, ids: list[list[int]]) -> list[list[float]]:
@@ -230,19 +221,26 @@ class World:
 
     def machine(self, root: Path) -> Machine:
         """A machine whose server joins the run. It has nothing of the run but URL and token."""
-        loop, folder = Loop(), RunFolder(root / f"machine-{next(self._numbers)}" / RUN)
+        loop, folder, line = (
+            Loop(),
+            RunFolder(root / f"machine-{next(self._numbers)}" / RUN),
+            Line(self._port, self.delay_s),
+        )
+        url = f"http://127.0.0.1:{self._loop.run(line.start())}"
         folder.path.mkdir(parents=True)
         create_secret(folder)
 
         given = self.settings()
         memory, data = self._serving(expanded(given.shard_keys), read_secret(folder))
+        self._stack.callback(loop.close)  # before its server, which waits for requests
+        self._stack.callback(setattr, line, "dead", False)
         publish_endpoint(folder, "server", 0, {"data": data.port, "admin": memory.endpoint.admin_port}, tls=["admin"])
 
         async def serve() -> None:
-            async with GatewayClient(self.url, self.token) as gateway:
+            async with GatewayClient(url, self.token) as gateway:
                 await RemoteServer(gateway, folder, given, 1).serve()
 
-        return Machine(memory, data, asyncio.run_coroutine_threadsafe(serve(), loop.loop), loop)
+        return Machine(memory, data, asyncio.run_coroutine_threadsafe(serve(), loop.loop), line)
 
 
 def equal(one: MemoryServer, other: MemoryServer, version: int) -> bool:
