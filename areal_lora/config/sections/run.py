@@ -97,11 +97,10 @@ class TrainerConfig(Section):
 
 class RemoteConfig(Section):
     host: str = "127.0.0.1"
-    """Address on which remote servers are served. Off loopback it needs `certificate`, or leave it there and put a
-    proxy with TLS before it."""
-    port: NonNegInt = Field(0, description="Port of the gateway; 0: the system chooses.")
+    """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
+    port: NonNegInt = Field(0, description="0: the system chooses.")
     certificate: Path | None = None
-    """PEM file with the certificate chain and the private key of `host`; it is served by plain HTTP if unset."""
+    """PEM file with certificate chain and private key; plain HTTP if unset."""
 
 
 class RolloutConfig(Section):
@@ -134,7 +133,7 @@ class RolloutConfig(Section):
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
     remote: RemoteConfig | None = None
-    """If present, even as `{}`, servers on other machines join with `areal-lora serve-remote`."""
+    """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
 
     @property
     def interrupts(self) -> bool:

@@ -26,8 +26,16 @@ import msgspec
 
 from areal_lora.config.models import ClusterConfig, Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, write_config
-from areal_lora.engine.vllm_ext.remote.remote_messages import HOLD_S, Admission, Answer, Forwarded, Settings, Work
-from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ProcessFailed, PublishError, RefusalReason
+from areal_lora.engine.vllm_ext.remote import remote_seat as m
+from areal_lora.errors import (
+    ArealLoraError,
+    ConfigError,
+    EnvironmentError_,
+    ProcessFailed,
+    PublishError,
+    RefusalReason,
+    undo_on_error,
+)
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -65,7 +73,7 @@ class GatewayClient:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> GatewayClient:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=HOLD_S, sock_read=2 * HOLD_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=m.HOLD_S, sock_read=2 * m.HOLD_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         return self
 
@@ -116,7 +124,7 @@ class GatewayClient:
 class RemoteServer:
     """One stay in a run. ``endpoint`` of ``folder`` is that of the server process on this machine."""
 
-    def __init__(self, gateway: GatewayClient, folder: RunFolder, settings: Settings, workers: int) -> None:
+    def __init__(self, gateway: GatewayClient, folder: RunFolder, settings: m.RemoteSettings, workers: int) -> None:
         self._gateway, self._folder, self._workers = gateway, folder, workers
         self._secret, self._keys = read_secret(folder), expanded(settings.shard_keys)
         endpoint = wait_endpoint(folder, "server", 0, 0.0)
@@ -153,9 +161,9 @@ class RemoteServer:
             try:
                 if not self._name:
                     seen = 0
-                    self._name = (await self._gateway.get(f"servers/{self._workers}", Admission, "POST")).name
+                    self._name = (await self._gateway.get(f"servers/{self._workers}", m.RemoteName, "POST")).name
                     log.info("serving in the run of %s as %s", self._gateway.url, self._name)
-                work = await self._gateway.get(f"{self._name}/work/{seen}", Work)
+                work = await self._gateway.get(f"{self._name}/work/{seen}", m.RemoteWork)
                 answered_at = time.monotonic()
             except KeyError:  # it has been lost, or the gateway was restarted
                 self._name = ""
@@ -180,7 +188,7 @@ class RemoteServer:
                 task = self._requests[seen] = tasks.create_task(self._answer(request, self._name))
                 task.add_done_callback(lambda _, number=seen: self._requests.pop(number, None))  # type: ignore[misc]
 
-    async def _answer(self, request: Forwarded, name: str) -> None:
+    async def _answer(self, request: m.ForwardedRequest, name: str) -> None:
         try:
             match request.plane, request.path:
                 case Plane.ADMIN, wire.JOIN_PATH:
@@ -190,7 +198,7 @@ class RemoteServer:
                 case _:
                     answer = await self._local_answer(request)
         except (aiohttp.ClientError, PublishError) as error:
-            answer = Answer(number=request.number, status=503, body=str(error).encode())
+            answer = m.RemoteAnswer(number=request.number, status=503, body=str(error).encode())
         while True:
             try:
                 await self._gateway.send("POST", f"{name}/answer", answer)
@@ -201,7 +209,7 @@ class RemoteServer:
                 continue
             return
 
-    async def _local_answer(self, request: Forwarded, body: bytes | None = None) -> Answer:
+    async def _local_answer(self, request: m.ForwardedRequest, body: bytes | None = None) -> m.RemoteAnswer:
         """The server process's answer to ``request``, with another ``body`` if given."""
         plane, url, headers = request.plane, self._urls[request.plane], dict[str, str]()
         if url.startswith("https"):
@@ -214,7 +222,7 @@ class RemoteServer:
             headers=headers,
             ssl=client_context(self._secret, plane),
         ) as response:
-            return Answer(
+            return m.RemoteAnswer(
                 number=request.number,
                 status=response.status,
                 body=await response.read(),
@@ -222,7 +230,7 @@ class RemoteServer:
                 leaving=LEAVING_HEADER in response.headers,
             )
 
-    async def _join(self, request: Forwarded) -> Answer:
+    async def _join(self, request: m.ForwardedRequest) -> m.RemoteAnswer:
         """Form a group for each source of the run: this process sends what that source sends there."""
         want = msgspec.msgpack.decode(request.body, type=wire.JoinRequest)
         self._leave_groups()
@@ -250,10 +258,10 @@ class RemoteServer:
             if isinstance(problem, BaseException):
                 self._leave_groups()
                 raise problem
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, m.RemoteAnswer)
         return answer
 
-    async def _publish(self, request: Forwarded, name: str) -> Answer:
+    async def _publish(self, request: m.ForwardedRequest, name: str) -> m.RemoteAnswer:
         """Fetch a version and have the server process activate it; fetch it again where its bytes are wrong.
 
         Raises ProcessFailed if they are wrong again.
@@ -277,18 +285,15 @@ class RemoteServer:
         return answer
 
     async def _transfer(
-        self, request: Forwarded, name: str, layout: AdapterLayout, body: bytes, deadline: float
-    ) -> Answer:
+        self, request: m.ForwardedRequest, name: str, layout: AdapterLayout, body: bytes, deadline: float
+    ) -> m.RemoteAnswer:
         shards = {s.source: (PackedShard(layout, s.source, self._keys), trailer_part(s)[1]) for s in layout.shards}
 
         async def relay(source: int, shard: PackedShard, nbytes: int) -> None:
             sent = self._in_thread(partial(shard.send, self._groups[source], deadline))
             try:
-                await self._gateway.fetch(f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline)
-            except BaseException:
-                shard.abandon()
-                self._groups[source].close()  # its workers notice at once
-                raise
+                with undo_on_error(shard.abandon), undo_on_error(self._groups[source].close):  # workers notice at once
+                    await self._gateway.fetch(f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline)
             finally:
                 await asyncio.wait([sent])
             await sent
@@ -302,7 +307,7 @@ class RemoteServer:
             if isinstance(problem, BaseException):
                 self._leave_groups()
                 raise problem
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, m.RemoteAnswer)
         return answer
 
     def _in_thread(self, call: Any) -> asyncio.Future[Any]:
@@ -314,7 +319,7 @@ class RemoteServer:
         self._groups = {}
 
 
-def local_config(settings: Settings, root: Path, model: Path | None, device: str | None) -> Config:
+def local_config(settings: m.RemoteSettings, root: Path, model: Path | None, device: str | None) -> Config:
     """The run's configuration as one server on this machine has it. Raises ConfigError for another base model."""
     config = Config.model_validate_json(settings.config)
     if model is None and (commit := config.model.commit) is not None:
@@ -341,7 +346,7 @@ async def serve_remote(
     with tempfile.TemporaryDirectory(prefix="areal-lora-remote-") as temporary:
         async with GatewayClient(url, token) as gateway:
             try:
-                settings = await gateway.get("settings", Settings)
+                settings = await gateway.get("settings", m.RemoteSettings)
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise ConfigError(url, f"no gateway answers there: {error}", "see the log of remote-0") from None
             config = local_config(settings, Path(temporary), model, device)

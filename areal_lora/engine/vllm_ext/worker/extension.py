@@ -28,18 +28,8 @@ import msgspec
 import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.vllm_ext.compat import weights
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
-from areal_lora.engine.vllm_ext.compat.weights import (
-    FusedWeight,
-    activate,
-    adapter_manager,
-    bound_matrices,
-    deactivate,
-    enable_slots,
-    fused_weights,
-    in_batch,
-    refuse_files,
-)
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
@@ -64,7 +54,11 @@ class MergedWeights:
     on_device = False  # the host copies are written
 
     def __init__(
-        self, fused: Iterable[FusedWeight], device: torch.device, base: ModelFolder, target_modules: Sequence[str]
+        self,
+        fused: Iterable[weights.FusedWeight],
+        device: torch.device,
+        base: ModelFolder,
+        target_modules: Sequence[str],
     ) -> None:
         self._fused, self.device = list(fused), device
         self._parts = {part.name: part for weight in self._fused for part in weight.parts}
@@ -172,22 +166,22 @@ class AdapterSlots(StackedSlotWriter):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        refuse_files(worker)
-        enable_slots(worker)
-        super().__init__(bound_matrices(worker), adapter_manager(worker).lora_config.max_lora_rank)
+        weights.refuse_files(worker)
+        weights.enable_slots(worker)
+        super().__init__(weights.bound_matrices(worker), weights.adapter_manager(worker).lora_config.max_lora_rank)
 
     def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
         """Serve the version in ``slot`` as ``lora_id``, and stop serving ``retired`` as `retire` does."""
         remaining = self.retire(retired)
-        activate(self._worker, lora_id, slot, self.max_rank)
+        weights.activate(self._worker, lora_id, slot, self.max_rank)
         return remaining
 
     def retire(self, lora_ids: Sequence[int]) -> list[int]:
         """Stop serving versions, and return those that a request in the batch still uses."""
-        remaining = [lora_id for lora_id in lora_ids if in_batch(self._worker, lora_id)]
+        remaining = [lora_id for lora_id in lora_ids if weights.in_batch(self._worker, lora_id)]
         for lora_id in lora_ids:
             if lora_id not in remaining:
-                deactivate(self._worker, lora_id)
+                weights.deactivate(self._worker, lora_id)
         return remaining
 
 
@@ -200,7 +194,7 @@ class _WorkerAdapters:
         if setup.payload is Payload.MERGED:
             targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
             base = ModelFolder.at(setup.model)
-            self.held = MergedWeights(fused_weights(worker), worker.device, base, targets)
+            self.held = MergedWeights(weights.fused_weights(worker), worker.device, base, targets)
         else:
             self.held = AdapterSlots(worker)
         folder = RunFolder.of(setup.run_folder)

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_lora.config.models import Config, WeightSyncConfig
 from areal_lora.engine.vllm_ext.remote.remote_gateway import RemoteGateway
-from areal_lora.engine.vllm_ext.remote.remote_messages import Settings
+from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, RemoteServer
 from areal_lora.network.http_server import HttpServer
 from areal_lora.network.tls import Plane, bearer_key
@@ -210,12 +210,12 @@ class World:
         pack = pack_of(layout, 0, dict(owned))
         return self.publisher.publish(ref(version, NAME), None, layout, pack, self.base, probe)
 
-    def settings(self) -> Settings:
+    def settings(self) -> RemoteSettings:
         """What the gateway gives to a remote server."""
 
-        async def get() -> Settings:
+        async def get() -> RemoteSettings:
             async with GatewayClient(self.url, self.token) as gateway:
-                return await gateway.get("settings", Settings)
+                return await gateway.get("settings", RemoteSettings)
 
         return asyncio.run(get())
 
