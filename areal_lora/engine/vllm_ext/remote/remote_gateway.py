@@ -103,7 +103,7 @@ class RemoteGateway:
         [index] = claim_indices(folder, 1, config.rollout.servers)
         seat = m.RemoteSeat(index, bind=self._host, secret=self._secret, layouts=adapter_capacity(config))
         self.seats[seat.name] = seat
-        watched_task(seat.name, partial(self._serve, seat, int(request.path_params["workers"])))
+        watched_task("remote-seat", partial(self._serve, seat, int(request.path_params["workers"])))
         log.info("%s has joined from %s", seat.name, request.client.host if request.client else "elsewhere")
         return _packed(m.RemoteName(name=seat.name))
 
