@@ -27,26 +27,26 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1143,
     "checkpoint": 1458,
-    "cli": 2297,  # serve-remote; sweep; plan --simulate; where the report of a stopped run is; page; two versions in a chat
-    "config": 4303,  # rollout.remote; groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile; memory
+    "cli": 2297,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; page; two versions in a chat
+    "config": 4303,  # rollout.remote; groups of a job; trackers, keep_rollouts_mib, cp, fsdp_shard, max_behind, profile
     "data": 700,  # checks in chunks; micro-batches of equal attention; parts of a batch; groups of clients' data
     "distributed": 383,  # scatter
     "doctor": 1032,
-    "engine": 10040,  # remote servers: their gateway, seats and stay; context parallelism, chunked logits, recompute; adapters in grouped products; views; KV cache
+    "engine": 10040,  # remote servers: gateway, seats, stay; context parallelism, chunked logits, recompute; views
     "families": 1430,  # FLOPs of passes
     "launcher": 4603,  # a run in virtual time; sweeps; trackers as processes; reports of stopped runs
     "library": 470,
-    "network": 879,  # listening and certified_context, for service and gateway; the types of /v1/tool_calls, once for client and server; usable() reads events
+    "network": 879,  # listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
     "obs": 4380,  # queries of every rollout; run.trackers; a live page, warnings; the use of machines; dropped groups
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 6082,  # answers in columns and over restarts; dropped groups with reasons; conversations on a server
-    "run_folder": 1067,  # claim_indices, from launcher; token and shard keys of remote servers; sweep.json; DesiredWatch logs a faulty file; the counter of trainer sessions; machines
+    "run_folder": 1067,  # claim_indices, from launcher; remote tokens and keys; sweep.json; trainer sessions; machines
     "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3838,  # parts of a batch; which passes join and share starts; rollouts and machines of a step
-    "weight_sync": 5136,  # shard keys apart from the secret, shards sent on; groups formed at once, with names of missing receivers; keyed shards; views; kept pings
+    "weight_sync": 5136,  # shard keys apart from the secret, shards sent on; groups formed at once; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -81,6 +81,7 @@ SHORT = {
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._in_thread": "one join or transfer; it is awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._work": "one request in a TaskGroup that is awaited",
     "engine/vllm_ext/remote/remote_server.py:_until_ended": "the stay in the run; it is awaited",
+    "engine/vllm_ext/remote/remote_server.py:serve_remote": "the wait for the server process; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
 

@@ -38,7 +38,7 @@ from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.helpers import NAME
+from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.running import Loop
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
@@ -247,6 +247,14 @@ def equal(one: MemoryServer, other: MemoryServer, version: int) -> bool:
     """Whether both serve the same numbers as a version."""
     mine, its = one.tensors(ref(version, NAME)), other.tensors(ref(version, NAME))
     return mine.keys() == its.keys() and all(np.array_equal(mine[name], its[name]) for name in mine)
+
+
+def remote_run(root: Path) -> World:
+    """A run in ``root`` that nothing else uses."""
+    folder = RunFolder(root / RUN)
+    folder.path.mkdir()
+    create_secret(folder)
+    return World(folder, config(str(base_folder(root / "model"))))
 
 
 def base_folder(folder: Path) -> Path:

@@ -14,10 +14,10 @@ from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import create_secret, published_files
+from areal_lora.run_folder.rendezvous import published_files
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 from tests.support.clocks import WAIT_S, wait_until
-from tests.support.engine.vllm_ext.remote_world import RUN, Machine, World, base_folder, equal
+from tests.support.engine.vllm_ext.remote_world import RUN, Machine, World, base_folder, equal, remote_run
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.running import Running, controllers
@@ -28,10 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    folder = RunFolder(tmp_path / RUN)
-    folder.path.mkdir()
-    create_secret(folder)
-    with World(folder, config(str(base_folder(tmp_path / "model")))) as world:
+    with remote_run(tmp_path) as world:
         yield world
 
 
