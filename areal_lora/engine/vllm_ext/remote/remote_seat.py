@@ -23,10 +23,10 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -65,7 +65,7 @@ class RemoteName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to a ``plane`` of the server. With ``cancels`` only: nobody waits for that one's answer any more."""
+    """A request to a ``plane`` of the server. With ``cancels`` only: that one's answer is not wanted any more."""
 
     number: int
     plane: Plane = Plane.DATA
@@ -90,6 +90,20 @@ class RemoteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     media_type: str = "text/plain"
     leaving: bool = False
+
+
+A = TypeVar("A")
+
+
+async def settled(undo: Callable[[], None], answer: Awaitable[A], others: Iterable[Awaitable[object]]) -> A:
+    """Wait until all have ended, and return the answer. Where one has raised, ``undo`` and raise that."""
+    found: list[Any] = await asyncio.gather(answer, *others, return_exceptions=True)
+    for problem in (*found[1:], found[0]):
+        if isinstance(problem, BaseException):
+            undo()
+            raise problem
+    result: A = found[0]
+    return result
 
 
 class ShardSpool:
@@ -186,6 +200,7 @@ class RemoteSeat:
     def leave(self) -> None:
         """Hand back what is unanswered. From here on nothing is forwarded: the trainer gets no answer to a ping."""
         self.left.set()
+        self._more.set()
         for number, future in self._unanswered.items():
             if not future.done():
                 future.set_result(RemoteAnswer(number=number, status=503, body=b"this server has left", leaving=True))
@@ -234,19 +249,15 @@ class RemoteSeat:
         self._leave_groups()
         hidden = [msgspec.structs.replace(e, host="", port=0, token="") for e in want.endpoints]
         body = msgspec.msgpack.encode(msgspec.structs.replace(want, endpoints=hidden))
-        joins = [
-            self._in_thread(join_group, e, want.ranks[0], self._bind, want.timeout_s, self._secret)
-            for e in want.endpoints
-        ]
-        response, *joined = await asyncio.gather(
-            self._response(Plane.ADMIN, "POST", wire.JOIN_PATH, body), *joins, return_exceptions=True
-        )
-        self._groups = {group.source: group for group in joined if isinstance(group, BroadcastGroup)}
-        for problem in (response, *joined):
-            if isinstance(problem, BaseException):
-                self._leave_groups()
-                raise problem
-        assert isinstance(response, Response)
+
+        async def join(endpoint: wire.SourceEndpoint) -> None:
+            place = want.ranks[0], self._bind, want.timeout_s, self._secret
+            self._groups[endpoint.source] = await self._in_thread(join_group, endpoint, *place)
+
+        answer = self._response(Plane.ADMIN, "POST", wire.JOIN_PATH, body)
+        response = await settled(self._leave_groups, answer, map(join, want.endpoints))
+        if response.status_code != 200:
+            self._leave_groups()
         return response
 
     async def _publish(self, request: Request) -> Response:
@@ -272,14 +283,8 @@ class RemoteSeat:
             parts = [*((b.start, b.end) for b in table.buckets(group.bucket_bytes)), trailer_part(shard)]
             spool = self.spools[number, shard.source] = ShardSpool(parts[-1][1])
             fills.append(self._in_thread(spool.fill, group.receive(parts, deadline), parts))
-        answer, *filled = await asyncio.gather(
-            self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, number), *fills, return_exceptions=True
-        )
-        for problem in (*filled, answer):
-            if isinstance(problem, BaseException):
-                self._leave_groups()
-                raise problem
-        assert isinstance(answer, RemoteAnswer)
+        forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, number)
+        answer = await settled(self._leave_groups, forwarded, fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
 
     def _in_thread(self, call: Any, *arguments: Any) -> asyncio.Future[Any]:

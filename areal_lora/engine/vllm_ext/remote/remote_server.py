@@ -61,11 +61,14 @@ log = get_logger(__name__)
 M = TypeVar("M")
 
 
+class UnknownServer(PublishError):
+    """The gateway does not know this server: it was lost, or the gateway was restarted."""
+
+
 class GatewayClient:
     """Requests to the gateway at ``url``. Use as an async context manager.
 
-    Methods raise aiohttp.ClientError, ConfigError for a token that is not taken, and KeyError where the gateway does
-    not know this server.
+    Methods raise aiohttp.ClientError, ConfigError for a token that is not taken, and UnknownServer.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -87,7 +90,7 @@ class GatewayClient:
                 fix = "copy remote.token of the run folder again: each start of a run makes another one"
                 raise ConfigError("--token-file", f"{self.url} does not take this token", fix)
             if response.status == 404:
-                raise KeyError(path)
+                raise UnknownServer(f"{self.url} has no {path}")
             if response.status == 410:
                 raise PublishError(await response.text())
             response.raise_for_status()
@@ -151,7 +154,7 @@ class RemoteServer:
                 raise errors.exceptions[0] from None
             finally:
                 self._leave_groups()
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ConfigError):
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, UnknownServer, ConfigError):
                     async with asyncio.timeout(LEAVE_S):
                         await self._gateway.send("DELETE", self._name)
 
@@ -165,7 +168,7 @@ class RemoteServer:
                     log.info("serving in the run of %s as %s", self._gateway.url, self._name)
                 work = await self._gateway.get(f"{self._name}/work/{seen}", m.RemoteWork)
                 answered_at = time.monotonic()
-            except KeyError:  # it has been lost, or the gateway was restarted
+            except UnknownServer:
                 self._name = ""
                 for task in self._requests.values():
                     task.cancel()
@@ -202,12 +205,15 @@ class RemoteServer:
         while True:
             try:
                 await self._gateway.send("POST", f"{name}/answer", answer)
-            except KeyError:
-                pass
+                return
+            except UnknownServer:
+                return
+            except aiohttp.ClientResponseError as error:
+                if error.status < 500:  # the answer is too long
+                    answer = m.RemoteAnswer(number=request.number, status=500, body=str(error).encode())
             except (aiohttp.ClientError, TimeoutError):
-                await asyncio.sleep(RETRY_S)
-                continue
-            return
+                pass  # it is sent again
+            await asyncio.sleep(RETRY_S)
 
     async def _local_answer(self, request: m.ForwardedRequest, body: bytes | None = None) -> m.RemoteAnswer:
         """The server process's answer to ``request``, with another ``body`` if given."""
@@ -248,17 +254,13 @@ class RemoteServer:
         ]
         ranks, endpoints = list(range(1, 1 + self._workers)), [listener.endpoint for listener in listeners]
         body = msgspec.msgpack.encode(msgspec.structs.replace(want, endpoints=endpoints, ranks=ranks))
-        answer, *groups = await asyncio.gather(
-            self._local_answer(request, body),
-            *(self._in_thread(listener.accept) for listener in listeners),
-            return_exceptions=True,
-        )
-        self._groups = {group.source: group for group in groups if isinstance(group, BroadcastGroup)}
-        for problem in (answer, *groups):
-            if isinstance(problem, BaseException):
-                self._leave_groups()
-                raise problem
-        assert isinstance(answer, m.RemoteAnswer)
+
+        async def accept(listener: GroupListener) -> None:
+            self._groups[listener.endpoint.source] = await self._in_thread(listener.accept)
+
+        answer = await m.settled(self._leave_groups, self._local_answer(request, body), map(accept, listeners))
+        if answer.status != 200:
+            self._leave_groups()
         return answer
 
     async def _publish(self, request: m.ForwardedRequest, name: str) -> m.RemoteAnswer:
@@ -289,6 +291,9 @@ class RemoteServer:
     ) -> m.RemoteAnswer:
         shards = {s.source: (PackedShard(layout, s.source, self._keys), trailer_part(s)[1]) for s in layout.shards}
 
+        if shards.keys() - self._groups.keys():
+            raise PublishError(f"this server is in no group of source ranks {sorted(shards)}; the trainer must join it")
+
         async def relay(source: int, shard: PackedShard, nbytes: int) -> None:
             sent = self._in_thread(partial(shard.send, self._groups[source], deadline))
             try:
@@ -298,17 +303,8 @@ class RemoteServer:
                 await asyncio.wait([sent])
             await sent
 
-        answer, *relayed = await asyncio.gather(
-            self._local_answer(request, body),
-            *(relay(source, *shard) for source, shard in shards.items()),
-            return_exceptions=True,
-        )
-        for problem in (*relayed, answer):
-            if isinstance(problem, BaseException):
-                self._leave_groups()
-                raise problem
-        assert isinstance(answer, m.RemoteAnswer)
-        return answer
+        relays = [relay(source, *shard) for source, shard in shards.items()]
+        return await m.settled(self._leave_groups, self._local_answer(request, body), relays)
 
     def _in_thread(self, call: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._pool, call)

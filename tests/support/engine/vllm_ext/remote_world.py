@@ -210,6 +210,15 @@ class World:
         pack = pack_of(layout, 0, dict(owned))
         return self.publisher.publish(ref(version, NAME), None, layout, pack, self.base, probe)
 
+    def lose_all(self) -> None:
+        """As after a restart of the gateway."""
+
+        async def lose() -> None:
+            for seat in list(self.gateway.seats.values()):
+                self.gateway._end(seat, "is lost")
+
+        self._loop.run(lose())
+
     def settings(self) -> RemoteSettings:
         """What the gateway gives to a remote server."""
 

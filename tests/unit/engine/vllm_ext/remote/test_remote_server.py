@@ -90,6 +90,17 @@ def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(world: Wor
     assert equal(machine.memory, world.local, 2)
 
 
+def test_a_server_that_the_gateway_has_lost_joins_again(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.publish(1).wait()
+    world.lose_all()
+    wait_until(lambda: "server-2" in world.gateway.seats, what="its second stay")
+    wait_until(lambda: len(world.publisher._leader.roster.available()) == 1, what="its endpoint")  # type: ignore[union-attr]
+    assert members(world.publish(2).wait()) == ["server-0", "server-2"]
+    assert equal(machine.memory, world.local, 2)
+
+
 def test_the_token_of_another_start_is_refused_in_one_line(world: World) -> None:
     async def ask(token: str) -> None:
         async with GatewayClient(world.url, token) as gateway:
