@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate.evaluate", "Evaluate a version of a run on its sets."),
     "chat": ("serve.chat", "Talk to a version of a run in the terminal."),
     "serve": ("serve.serve", "Serve a version behind an OpenAI endpoint on this machine."),
+    "serve-remote": ("serve.serve_remote", "Serve on this machine in a run elsewhere, over HTTP."),
     "export": ("export.export", "Write a version as a PEFT folder."),
     "merge": ("export.merge", "Write base and adapter as one model folder."),
     "push": ("export.push", "Send a version's adapter to the hub."),

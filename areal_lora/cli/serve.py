@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -25,12 +26,14 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
+from areal_lora.processes.log import setup_logging
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import typed_sample
 
 START_S, STOP_S, POLL_S = 900.0, 20.0, 0.2
 ANSWER_S = 600.0
 LOG_LINES = 12
+TOKEN = "AREAL_LORA_REMOTE_TOKEN"
 
 
 def serve(
@@ -52,6 +55,40 @@ def serve(
         print(f"{model} answers at {server.url} (Ctrl-C ends it). Try it:", flush=True)
         print(f"  curl {server.url}/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         server.wait()
+
+
+def serve_remote(
+    url: Annotated[str, typer.Argument(metavar="URL", help="of the gateway; `areal-lora status RUN` shows it")],
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"copy of the run's remote.token, mode 0600; else {TOKEN}")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="base model; the run's folder if unset")] = None,
+    device: Annotated[str | None, typer.Option(metavar="TYPE", help="cpu, cuda or npu; the run's if unset")] = None,
+) -> None:
+    """Serve in a run that needs no way to this machine: a server here fetches its requests and versions over HTTP.
+
+    It joins as one more rollout server. Ctrl-C leaves the run, and so does any other end of the command.
+    """
+    from areal_lora.engine.vllm_ext.remote.remote_server import run_remote
+
+    setup_logging("serve-remote")
+    run_remote(url, _token(token_file), model=model, device=device)
+
+
+def _token(path: Path | None) -> str:
+    """The token of a file that only its owner can read, or of the environment, from which it is removed."""
+    if path is None:
+        if not (token := os.environ.pop(TOKEN, "")):
+            raise ConfigError(
+                "--token-file", f"there is no token, and {TOKEN} is not set", "copy the run's remote.token"
+            )
+        return token
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError("--token-file", f"{path} can be read by others", f"chmod 600 {path}")
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--token-file", f"{path} cannot be read: {error}", "copy the run's remote.token") from None
 
 
 def chat(

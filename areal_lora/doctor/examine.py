@@ -15,20 +15,9 @@ import msgspec
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
 from areal_lora.doctor import node as node_module
+from areal_lora.doctor import probes
 from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
-from areal_lora.doctor.probes import (
-    BandwidthFacts,
-    CanaryFacts,
-    DoctorFacts,
-    FolderFacts,
-    NoAnswer,
-    NodeFacts,
-    answer_of,
-    interpreters,
-    probe_folder,
-    probe_node,
-)
 from areal_lora.errors import ConfigError
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import make_plan
@@ -46,25 +35,25 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
     """
     step = partial(_step, report)
     with step("the run root"):
-        folder = probe_folder(config.run.root)
+        folder = probes.probe_folder(config.run.root)
     with _workplace(config.run.root, folder, keep, report) as place:
         if place is not None:
             (place / node_module.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
         hosts = allocated_hosts()
         with step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
             nodes = _nodes(config, folder, place, hosts)
-        speeds: list[BandwidthFacts] = []
+        speeds: list[probes.BandwidthFacts] = []
         backends = ("gloo", "nccl") if config.cluster.device == "cuda" else ("gloo",)
         for backend in backends if place is not None and not quick else ():
             with step(f"{backend} bandwidth"):
                 speeds.append(_bandwidth(config, place, hosts, backend))
-        flown = CanaryFacts(skipped="--quick" if quick else "the run root cannot be written")
+        flown = probes.CanaryFacts(skipped="--quick" if quick else "the run root cannot be written")
         if not quick and place is not None and not any(role.problem for node in nodes for role in node.roles):
             with step("the adapter canary"):
                 flown = fly(config, place)
         elif not quick and place is not None:
-            flown = CanaryFacts(skipped="an interpreter cannot be used")
-    facts = DoctorFacts(
+            flown = probes.CanaryFacts(skipped="an interpreter cannot be used")
+    facts = probes.DoctorFacts(
         nodes=nodes,
         missing_nodes=[host for host in hosts if host not in {node.host for node in nodes}],
         bandwidth=speeds,
@@ -102,7 +91,7 @@ def _step(report: Report, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _workplace(root: Path, folder: FolderFacts, keep: bool, report: Report) -> Iterator[Path | None]:
+def _workplace(root: Path, folder: probes.FolderFacts, keep: bool, report: Report) -> Iterator[Path | None]:
     """A folder of its own on the file system of the run root; None where it cannot be written."""
     if folder.write:
         yield None
@@ -119,21 +108,21 @@ def _workplace(root: Path, folder: FolderFacts, keep: bool, report: Report) -> I
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _nodes(config: Config, folder: FolderFacts, place: Path | None, hosts: list[str]) -> list[NodeFacts]:
+def _nodes(config: Config, folder: probes.FolderFacts, place: Path | None, hosts: list[str]) -> list[probes.NodeFacts]:
     if not hosts or place is None:
-        return [probe_node(config, folder, place)]
+        return [probes.probe_node(config, folder, place)]
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     module = [sys.executable, "-m", node_module.__name__, "--folder", str(place)]
-    with contextlib.suppress(NoAnswer):  # a node whose file is missing is a finding
-        answer_of([*command, *module], NODE_S, OMP_NUM_THREADS="1")
-    return [msgspec.json.decode(path.read_bytes(), type=NodeFacts) for path in sorted(place.glob("node-*.json"))]
+    with contextlib.suppress(probes.NoAnswer):  # a node whose file is missing is a finding
+        probes.answer_of([*command, *module], NODE_S, OMP_NUM_THREADS="1")
+    return [msgspec.json.decode(path.read_bytes(), type=probes.NodeFacts) for path in sorted(place.glob("node-*.json"))]
 
 
-def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: str) -> BandwidthFacts:
+def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: str) -> probes.BandwidthFacts:
     """A broadcast between one process of each node, or between two of this machine."""
     assert place is not None
     world = max(2, len(hosts))
-    python = interpreters(config)["trainer"]
+    python = probes.interpreters(config)["trainer"]
     module = [python, "-m", node_module.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
     commands = [[*module, "--rank", str(rank)] for rank in range(world)]
     if len(hosts) > 1:
@@ -142,10 +131,10 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     problem = "no answer"
     try:
         with ThreadPoolExecutor(world) as pool:
-            list(pool.map(lambda command: answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1"), commands))
-    except NoAnswer as error:
+            list(pool.map(lambda command: probes.answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1"), commands))
+    except probes.NoAnswer as error:
         problem = str(error)
     try:
-        return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=BandwidthFacts)
+        return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=probes.BandwidthFacts)
     except FileNotFoundError:
-        return BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)
+        return probes.BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)

@@ -22,7 +22,7 @@ from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
-from areal_lora.launcher.plan import CONTROLLER, PAGE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, PAGE, REMOTE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.network.addresses import WILDCARDS, on_loopback
@@ -306,6 +306,8 @@ def ports(config: Config) -> list[tuple[str, str, str, str]]:
     if config.service is not None and config.service.api is not None:
         found.append((f"{SERVICE}-0", "api", "127.0.0.1", str(config.service.api.port or chosen)))
     found += [(f"{PAGE}-0", "page", "127.0.0.1", chosen)] * config.run.page
+    if (remote := config.rollout.remote) is not None:
+        found.append((f"{REMOTE}-0", "remote", remote.host, str(remote.port or chosen)))
     planes = [(f"{SERVER}-{i}", plane, host, chosen) for i in range(config.rollout.servers) for plane in _PLANES]
     return found + planes
 

@@ -18,7 +18,8 @@ from areal_lora.obs.tracking.main import clients_of
 from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
-TRAINER, CONTROLLER, SERVER, SERVICE, TRACKER, PAGE = "trainer", "controller", "server", "service", "tracker", "page"
+TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "service"
+TRACKER, PAGE, REMOTE = "tracker", "page", "remote"
 OBSERVERS = (TRACKER, PAGE)
 """The run does not depend on them."""
 MODULES = {
@@ -28,6 +29,7 @@ MODULES = {
     SERVICE: "areal_lora.service.main",
     TRACKER: "areal_lora.obs.tracking.main",
     PAGE: "areal_lora.obs.report.live",
+    REMOTE: "areal_lora.engine.vllm_ext.remote.remote_gateway",
 }
 ROLES: dict[str, Role] = {
     TRAINER: "trainer",
@@ -36,6 +38,7 @@ ROLES: dict[str, Role] = {
     SERVICE: "controller",
     TRACKER: "controller",
     PAGE: "controller",
+    REMOTE: "controller",
 }
 """Role of a process -> its name in the configuration."""
 
@@ -90,7 +93,8 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         raise ConfigError("model.path", facts.model_problem)
     shape = ModelShape.from_hf(facts.hf_config, facts.checkpoint)
     scorers = sum(reward.workers for adapter in config.adapters for reward in adapter.rewards)
-    here, beside = seats.controller.node, [(CONTROLLER, 1 + scorers)] + [(SERVICE, 1)] * has_tenants(config)
+    here, beside = seats.controller.node, [(CONTROLLER, 1 + scorers)]
+    beside += [(SERVICE, 1)] * has_tenants(config) + [(REMOTE, 1)] * (config.rollout.remote is not None)
     return JobPlan(
         run_folder=folder,
         pools=pools_of(config.cluster),

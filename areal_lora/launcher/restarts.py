@@ -4,8 +4,8 @@ A unit is what starts together: a server, the controller, all ranks of the train
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
 ``HEALTHY_S`` restores the whole budget of its unit.
 
-A service that has worked is restarted for as long as the run trains: it has no budget, and no exit code of it ends the
-run.
+A service, or gateway for remote servers, that has worked is restarted for as long as the run trains: it has no budget,
+and no exit code of it ends the run.
 
 A tracker or page is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
 
@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
-from areal_lora.launcher.plan import OBSERVERS, PAGE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
+from areal_lora.launcher.plan import OBSERVERS, PAGE, REMOTE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
@@ -206,7 +206,7 @@ class Restarts:
         unit.launches = 0
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
-        if ended.spec.role == SERVICE and unit.has_worked:
+        if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1
             unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS)
             return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)

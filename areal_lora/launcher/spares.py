@@ -11,7 +11,6 @@ The run folder keeps ``spares/server-<index>``, which claims an index: no later 
 session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job, or a process, that runs spare servers.
 """
 
-import contextlib
 import os
 import signal
 import socket
@@ -38,7 +37,7 @@ from areal_lora.launcher.supervise import Interrupts, Supervisor
 from areal_lora.obs.console import print_line
 from areal_lora.processes.startup import VISIBLE
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import forget_endpoint
+from areal_lora.run_folder.rendezvous import claim_indices, forget_endpoint
 from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.status import forget_beats, last_beats
 
@@ -49,20 +48,6 @@ HELD = ("CONFIGURING", "SUSPENDED")
 """States of a job that has nodes while nothing of it runs."""
 END_S = 10.0
 """For servers that end at once: uvicorn and vLLM take two seconds."""
-
-
-def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
-    """Claim ``n`` server indices that no server of the run has had. Those below ``first`` are the run's own."""
-    folder = run_folder.spares
-    folder.mkdir(parents=True, exist_ok=True)
-    used = [int(path.name.partition("-")[2]) for path in folder.glob(f"{SERVER}-*")]
-    index, claimed = max([first, *(i + 1 for i in used)]), list[int]()
-    while len(claimed) < n:
-        with contextlib.suppress(FileExistsError):  # another command claims, too
-            (folder / f"{SERVER}-{index}").open("x").close()
-            claimed.append(index)
-        index += 1
-    return claimed
 
 
 def note_process(run_folder: RunFolder) -> Path:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
+from areal_lora.launcher import plan as roles
 from areal_lora.launcher import restarts
-from areal_lora.launcher.plan import CONTROLLER, OBSERVERS, SERVER, SERVICE, TRACKER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
@@ -38,19 +38,19 @@ TRACKERS_S = 30.0
 class Processes(Protocol):
     """The processes of a run, wherever they are."""
 
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
+    def start(self, specs: Sequence[roles.ProcessSpec]) -> None:
         """Start ``specs`` in order. Raises EnvironmentError_ where that is impossible."""
 
     def poll(self) -> list[ProcessExit]:
         """Processes that ended since the last call, in starting order."""
 
-    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
+    def end(self, specs: Collection[roles.ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         """Wait up to ``grace_s`` for ``specs``, then kill them and what they started; those that ran get ``why``."""
 
     def clear(self, ended: Collection[ProcessExit]) -> None:
         """Kill what processes that are over have left."""
 
-    def running(self) -> list[ProcessSpec]: ...
+    def running(self) -> list[roles.ProcessSpec]: ...
 
     def ask_stacks(self) -> int:
         """Request the stacks of every process (``processes.stacks``); returns how many will write them."""
@@ -63,14 +63,15 @@ class Watch:
     """Sees to the processes until trainer rank 0 ends well, one fails for good, or a signal comes."""
 
     def __init__(
-        self, config: Config, plan: JobPlan, processes: Processes, view: LiveConsole, poll_s: float = POLL_S
+        self, config: Config, plan: roles.JobPlan, processes: Processes, view: LiveConsole, poll_s: float = POLL_S
     ) -> None:
         self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
-        budgets = dict.fromkeys((TRAINER, CONTROLLER, SERVER), budget)
-        budgets |= dict.fromkeys(OBSERVERS, restarts.OBSERVER_RESTARTS)
+        budgets = dict.fromkeys((roles.TRAINER, roles.CONTROLLER, roles.SERVER), budget)
+        budgets |= dict.fromkeys(roles.OBSERVERS, restarts.OBSERVER_RESTARTS)
         self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
-        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
+        beating = dict.fromkeys((roles.CONTROLLER, roles.SERVER, roles.SERVICE, roles.REMOTE), beats_s)
+        self._pulse = Pulse(beating | {roles.TRAINER: config.run.stall_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
         self._halving = Halving(plan.run_folder, view)
@@ -80,11 +81,11 @@ class Watch:
         """The failure that ends the run, or None: done, or stopped on request."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
-            if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
+            if any(e.spec.role == roles.TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
                 self._wait_for_trackers(asked_to_stop)
                 return None
             # The other ranks and the controller may end well shortly before rank 0 does.
-            early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
+            early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != roles.SERVER]
             self._early += [(now, e) for e in early]
             too_early = [e for at, e in self._early if now - at > EARLY_END_S]
             self._early = [(at, e) for at, e in self._early if e not in too_early]
@@ -94,7 +95,7 @@ class Watch:
             if failure is not None:
                 return failure
             for specs in self._restarts.due(time.monotonic()):
-                for spec in (spec for spec in specs if spec.role != SERVER):
+                for spec in (spec for spec in specs if spec.role != roles.SERVER):
                     # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
                     forget_endpoint(self._folder, spec.role, spec.index)
                 self._processes.start(specs)
@@ -118,7 +119,7 @@ class Watch:
     def _wait_for_trackers(self, asked_to_stop: Callable[[], bool]) -> None:
         """Let the trackers of a run that is done send the rest; a stop kills those that need longer."""
         deadline = time.monotonic() + TRACKERS_S
-        while any(spec.role == TRACKER for spec in self._processes.running()) and time.monotonic() < deadline:
+        while any(spec.role == roles.TRACKER for spec in self._processes.running()) and time.monotonic() < deadline:
             if asked_to_stop():
                 return
             self._processes.poll()
@@ -155,7 +156,7 @@ class Watch:
         return None
 
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
-        beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
+        beating = f"{roles.TRAINER}-0" if ended.spec.role == roles.TRAINER else ended.spec.name
         verdict = self._restarts.take(restarts.with_error(ended), now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):

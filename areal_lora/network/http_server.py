@@ -9,6 +9,7 @@ A body of 256 KiB can hold 65,000 prompts of 16,384 answers each: the list of th
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areal_lora.errors import ConfigError
 
 CLOSE_S = 2  # for running requests at a stop; uvicorn takes whole seconds
 
@@ -58,6 +61,16 @@ class HttpServer(uvicorn.Server):
             if transport is not None and transport.is_closing() and not transport.get_write_buffer_size():
                 transport.abort()
         await super().shutdown(sockets)
+
+
+def listening(host: str, port: int, key: str) -> socket.socket:
+    """Bind ``port`` (0: any) of ``host``. Raises ConfigError about ``key`` for one that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        reason = f"port {port} of {host} cannot be bound: {os.strerror(error.errno or 0)}"
+        raise ConfigError(key, reason, "choose another, or 0") from None
 
 
 def header(scope: Scope, name: bytes) -> str:

@@ -26,6 +26,7 @@ import socket
 import ssl
 from enum import StrEnum
 from functools import lru_cache
+from pathlib import Path
 
 import psutil
 from cryptography import x509
@@ -35,14 +36,17 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from areal_lora.errors import ConfigError
+
 _CONTEXT = "areal_lora 1 "  # separates these keys from whatever else the secret might be used for
 
 
 class Plane(StrEnum):
-    """The HTTP planes of a rollout server."""
+    """The HTTP planes of a rollout server, and that of the gateway for remote ones."""
 
     ADMIN = "admin"
     DATA = "data"
+    REMOTE = "remote"
 
 
 def derived_key(secret: str, label: str, length: int = 32) -> bytes:
@@ -115,6 +119,17 @@ def server_context(secret: str, plane: Plane, bind: str) -> ssl.SSLContext:
         context.load_cert_chain(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
+    return context
+
+
+def certified_context(certificate: Path, key: str) -> ssl.SSLContext:
+    """For a server with the user's own ``certificate``. Raises ConfigError about ``key`` if it cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate)
+    except OSError as error:  # ssl.SSLError is one
+        fix = "name a PEM file with the certificate chain and its private key"
+        raise ConfigError(key, f"{certificate}: {error}", fix) from None
     return context
 
 

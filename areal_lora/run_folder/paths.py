@@ -136,6 +136,10 @@ class RunFolder:
     """Certificate of the data plane's authority, for clients outside the run."""
     data_key = FolderEntry("data.key")
     """Bearer key of the data plane, mode 0600, for clients outside the run."""
+    remote_token = FolderEntry("remote.token")
+    """Bearer key of the gateway for remote servers, mode 0600; another one at each start."""
+    shard_keys = FolderEntry("shard.keys")
+    """On the machine of a remote server: the keys of its run's shards, mode 0600."""
     endpoints = FolderEntry("rendezvous", of_session=True)
     """Folder of the published ports (``run_folder.rendezvous``)."""
     page = FolderEntry("page.address", of_session=True)

@@ -29,13 +29,14 @@ READ_TRIES, RETRY_S = 3, 0.02
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Address and ports of one process: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
 
-    ``tls`` are the planes that speak TLS.
+    ``tls`` are the planes that speak TLS. A server has ``workers`` receivers, `rollout.tp` if None.
     """
 
     host: str
     ports: dict[str, int]
     pid: int
     tls: tuple[str, ...] = ()
+    workers: int | None = None
 
 
 def publish_endpoint(
@@ -45,13 +46,15 @@ def publish_endpoint(
     ports: Mapping[str, int],
     host: str = "127.0.0.1",
     tls: Iterable[str] = (),
+    workers: int | None = None,
 ) -> None:
     """Publish, in place of an earlier file, which ports this process has bound on ``host``, which others dial."""
     if host in ("0.0.0.0", "::", ""):
         raise ConfigError("cluster.bind", f"no process can dial {host!r}", "publish an address of this machine")
     path = run_folder.endpoint(f"{role}-{index}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, msgspec.json.encode(Endpoint(pid=os.getpid(), host=host, ports=dict(ports), tls=tuple(tls))))
+    endpoint = Endpoint(pid=os.getpid(), host=host, ports=dict(ports), tls=tuple(tls), workers=workers)
+    write_file(path, msgspec.json.encode(endpoint))
 
 
 def published_hosts(run_folder: RunFolder) -> list[str]:
@@ -146,6 +149,20 @@ def wait_servers(run_folder: RunFolder, count: int, timeout_s: float) -> None:
                 raise
     if not remaining:
         raise ProcessFailed(f"none of {count} servers came up; see {run_folder.logs}")
+
+
+def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
+    """Claim ``n`` server indices that no server of the run has had. Those below ``first`` are the run's own."""
+    folder = run_folder.spares
+    folder.mkdir(parents=True, exist_ok=True)
+    used = [int(path.name.partition("-")[2]) for path in folder.glob("server-*")]
+    index, claimed = max([first, *(i + 1 for i in used)]), list[int]()
+    while len(claimed) < n:
+        with contextlib.suppress(FileExistsError):  # another command claims, too
+            (folder / f"server-{index}").open("x").close()
+            claimed.append(index)
+        index += 1
+    return claimed
 
 
 def create_secret(run_folder: RunFolder) -> Path:

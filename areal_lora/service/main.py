@@ -15,15 +15,14 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
-from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
-from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.errors import ArealLoraError, ExitCode
+from areal_lora.network.http_server import CLOSE_S, HttpServer, listening
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
@@ -73,7 +72,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    sock = bound(api_config.port)
+    sock = listening(HOST, api_config.port, "service.api.port")
     async with AsyncExitStack() as stack:
         shutil.rmtree(run_folder.service_exports, ignore_errors=True)  # of downloads of an earlier process
         observed = RunObserver(run_folder)
@@ -119,15 +118,6 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
             task.cancel()
         await asyncio.wait(tasks)
         heart.stop()
-
-
-def bound(port: int) -> socket.socket:
-    """The API's socket. Raises ConfigError for a port that is taken."""
-    try:
-        return socket.create_server((HOST, port), backlog=socket.SOMAXCONN)
-    except OSError as error:
-        reason = f"port {port} of {HOST} cannot be bound: {os.strerror(error.errno or 0)}"
-        raise ConfigError("service.api.port", reason, "choose another, or 0") from None
 
 
 async def _tick(heart: Heart) -> None:

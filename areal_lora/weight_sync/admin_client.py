@@ -14,14 +14,6 @@ from areal_lora.errors import ManifestError, PublishError
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.manifest import sent_later
-from areal_lora.weight_sync.messages import (
-    PingReply,
-    PublishReply,
-    RelayedAnswer,
-    RelayReply,
-    RelayRequest,
-    ServerEndpoint,
-)
 
 M = TypeVar("M")
 
@@ -33,7 +25,7 @@ class AdminClient:
     All methods raise PublishError if the server fails or ``timeout_s`` passes.
     """
 
-    def __init__(self, server: ServerEndpoint, secret: str) -> None:
+    def __init__(self, server: messages.ServerEndpoint, secret: str) -> None:
         self.server, self._secret = server, secret
         self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": messages.CONTENT_TYPE}
         tls = client_context(secret, Plane.ADMIN)
@@ -49,9 +41,9 @@ class AdminClient:
     def join(self, request: messages.JoinRequest, timeout_s: float) -> messages.JoinReply:
         return self.call(messages.JOIN_PATH, request, messages.JoinReply, timeout_s)
 
-    def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
+    def publish(self, announcement: bytes, timeout_s: float) -> messages.PublishReply:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
-        return self.call(messages.PUBLISH_PATH, announcement, PublishReply, timeout_s)
+        return self.call(messages.PUBLISH_PATH, announcement, messages.PublishReply, timeout_s)
 
     def drop(self, name: str, timeout_s: float) -> messages.DropReply:
         """Have the server forget adapter ``name``; idempotent."""
@@ -63,13 +55,13 @@ class AdminClient:
         request = messages.ScoreRequest(model=model, token_ids=token_ids, temperature=temperature)
         return self.call(messages.SCORE_PATH, request, messages.ScoreReply, timeout_s).logprobs
 
-    def ping(self, timeout_s: float = messages.PING_S) -> PingReply:
+    def ping(self, timeout_s: float = messages.PING_S) -> messages.PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
         return self._aside(messages.PING_PATH, None, timeout_s)
 
-    def ping_again(self, timeout_s: float) -> PingReply:
+    def ping_again(self, timeout_s: float) -> messages.PingReply:
         """``ping`` over the persistent connection, of a client that makes no other calls."""
-        return self.call(messages.PING_PATH, None, PingReply, timeout_s)
+        return self.call(messages.PING_PATH, None, messages.PingReply, timeout_s)
 
     def dismiss(self, timeout_s: float) -> None:
         """Release a leaving server: it is no member any more, and no request is routed to it."""
@@ -103,10 +95,10 @@ class AdminClient:
                     "see the server's log"
                 ) from e
 
-    def _aside(self, path: str, body: bytes | None, timeout_s: float) -> PingReply:
+    def _aside(self, path: str, body: bytes | None, timeout_s: float) -> messages.PingReply:
         """``call`` over a connection of its own."""
         with contextlib.closing(AdminClient(self.server, self._secret)) as own:
-            return own.call(path, body, PingReply, timeout_s)
+            return own.call(path, body, messages.PingReply, timeout_s)
 
     def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""
@@ -128,7 +120,7 @@ class AdminClient:
         return response.status, response.read()
 
 
-def answered(server: ServerEndpoint, path: str, status: int, answer: bytes, kind: type[M]) -> M:
+def answered(server: messages.ServerEndpoint, path: str, status: int, answer: bytes, kind: type[M]) -> M:
     """The message of an answer, also of one that a relay has passed on. Raises as `call` does."""
     try:
         if status == http.client.CONFLICT:
@@ -146,9 +138,9 @@ class RequestRelay:
     """A relay's requests to the servers below it, all at once, over connections that are kept until one fails."""
 
     def __init__(self, secret: str) -> None:
-        self._secret, self._clients = secret, dict[ServerEndpoint, AdminClient]()
+        self._secret, self._clients = secret, dict[messages.ServerEndpoint, AdminClient]()
 
-    def send(self, request: RelayRequest, came: float) -> RelayReply:
+    def send(self, request: messages.RelayRequest, came: float) -> messages.RelayReply:
         """Send ``request``, which came at ``came`` (time.monotonic), and return all answers. Blocks.
 
         A server that cannot be reached has a 502. Raises ManifestError for an announcement that is malformed.
@@ -156,15 +148,15 @@ class RequestRelay:
         later_s = time.monotonic() - came
         body = sent_later(request.body, later_s) if request.path == messages.PUBLISH_PATH else request.body
 
-        def send(server: ServerEndpoint) -> RelayedAnswer:
+        def send(server: messages.ServerEndpoint) -> messages.RelayedAnswer:
             try:
                 status, answer = self._clients[server].send(request.path, body, max(request.timeout_s - later_s, 0.01))
             except PublishError as e:
                 status, answer = http.client.BAD_GATEWAY, str(e).encode()
-            return RelayedAnswer(status=status, body=answer)
+            return messages.RelayedAnswer(status=status, body=answer)
 
         for server in request.servers:
             if server not in self._clients:
                 self._clients[server] = AdminClient(server, self._secret)
         with ThreadPoolExecutor(max(1, len(request.servers)), thread_name_prefix="relay") as pool:
-            return RelayReply(answers=list(pool.map(send, request.servers)))
+            return messages.RelayReply(answers=list(pool.map(send, request.servers)))

@@ -198,11 +198,24 @@ class ShardKeys:
     mask: bytes
 
 
+KEY_BYTES = 32
+
+
+def shard_key_bytes(secret: str) -> bytes:
+    """The three keys one after another: the part of the run secret that a remote server is given."""
+    return b"".join(derived_key(secret, f"shard {use}", KEY_BYTES) for use in ("fingerprint", "seal", "mask"))
+
+
 @lru_cache(maxsize=8)
+def expanded(keys: bytes) -> ShardKeys:
+    """``ShardKeys`` of ``shard_key_bytes``."""
+    hashing, sealing, masking = (keys[i : i + KEY_BYTES] for i in range(0, 3 * KEY_BYTES, KEY_BYTES))
+    return ShardKeys(multipliers("fingerprint", N_KEYS, hashing), sealing, masking)
+
+
 def shard_keys(secret: str) -> ShardKeys:
     """Derive them from the run secret: without it no changed shard can be given fingerprints and a seal that fit."""
-    hashing, sealing, masking = (derived_key(secret, f"shard {use}") for use in ("fingerprint", "seal", "mask"))
-    return ShardKeys(multipliers("fingerprint", N_KEYS, hashing), sealing, masking)
+    return expanded(shard_key_bytes(secret))
 
 
 SEAL_BYTES = 16

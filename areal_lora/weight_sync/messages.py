@@ -62,7 +62,8 @@ class AdminMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One session of a rollout server: a restarted server has the same ``name`` and other ports.
 
-    ``workers`` is its tensor parallel size. The admin plane always uses TLS, the data plane if ``data_tls``.
+    ``workers`` is its tensor parallel size. The admin plane always uses TLS, the data plane if ``data_tls``. One that
+    stands for a server elsewhere does not relay.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
     data_port: int
     workers: int
     data_tls: bool = False
+    relays: bool = True
 
     @property
     def data_url(self) -> str:

@@ -8,10 +8,10 @@ from areal_lora.config.rules.findings import Finding, Severity, canonical, shape
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
-from areal_lora.config.sizing.slots import has_tenants, pools_of, seats_of, shared_devices
+from areal_lora.config.sizing.slots import broadcast_backend, has_tenants, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
-from areal_lora.network.addresses import WILDCARDS, as_network
+from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
 
 
 def slurm_bytes(mem: str | None) -> int | None:
@@ -199,3 +199,14 @@ def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.cluster.kind != "local":
         reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
         yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")
+
+
+def remote_servers_fit(config: Config, facts: Facts) -> Iterator[Finding]:
+    if (remote := config.rollout.remote) is None:
+        return
+    if not on_loopback(remote.host) and remote.certificate is None:
+        reason = f"the token of remote servers would be sent to {remote.host} without TLS"
+        yield Finding("rollout.remote.certificate", reason, "name a PEM file, or a loopback host behind a proxy")
+    if broadcast_backend(config) != "gloo":
+        reason = "the gateway for remote servers receives versions in host memory"
+        yield Finding("weight_sync.backend", reason, "set it to gloo")

@@ -96,6 +96,14 @@ class TrainerConfig(Section):
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
 
+class RemoteConfig(Section):
+    host: str = "127.0.0.1"
+    """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
+    port: NonNegInt = Field(0, description="0: the system chooses.")
+    certificate: Path | None = None
+    """PEM file with certificate chain and private key; plain HTTP if unset."""
+
+
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
@@ -126,6 +134,8 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's engine, such as `{enforce_eager: true}`: no CUDA graphs."""
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
+    remote: RemoteConfig | None = None
+    """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
 
     @property
     def interrupts(self) -> bool:

@@ -225,8 +225,7 @@ class AdapterEngine:
         Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
         and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores``, [T]
         fp32 on the host, [T, 2] if entropies are needed, is filled with what the loss functions saw of each token of
-        the whole batch, on every rank.
-        Raises AdapterError for a batch that names several adapters or one that is not resident.
+        the whole batch, on every rank. Raises AdapterError for several adapters, or one not resident.
         """
         adapter, *others = sorted(set(batch.adapters))
         if others:

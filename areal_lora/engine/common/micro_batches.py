@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import MicroPlan, find_trees, plan_microbatches, split_minibatches
+from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences

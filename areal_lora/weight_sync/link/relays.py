@@ -10,7 +10,7 @@ are smaller where there are relays, which send them on as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,7 +45,7 @@ def relay_tree(
     """The groups of ``members``, that of the sources first and each after the group of its relay.
 
     Servers stay where they are in ``before``, also if they were restarted. Two groups are merged when half of a group
-    holds both.
+    holds both. One group has all if there are too few that can relay.
     """
     few = len({server.host for server in members}) <= most and len(before) < 2
     if few or len(members) <= most:
@@ -55,14 +55,18 @@ def relay_tree(
     if before and len(before[0].members) <= most:
         branches = _kept(before, by_name, most // 2) or branches
     placed = {name for branch in branches for name in branch.names}
-    for name in [name for name in by_name if name not in placed]:
+    joining = [name for name in by_name if name not in placed]
+    for name in sorted(joining, key=lambda name: not by_name[name].relays):
         roomy = next((b for b in branches if len(b.names) < most - (b is not branches[0])), None)
         if roomy is None:
             branches.append(roomy := _Branch([]))
         roomy.names.append(name)
+    able = {name for name, server in by_name.items() if server.relays}
+    if (attached := _attached(branches, able)) is None:
+        return (RelayGroup(tuple(members)),)
     return tuple(
         RelayGroup(tuple(by_name[name] for name in b.names), None if b.relay is None else by_name[b.relay])
-        for b in _attached(branches)
+        for b in attached
     )
 
 
@@ -79,10 +83,10 @@ def _kept(before: Sequence[RelayGroup], by_name: Mapping[str, ServerEndpoint], h
     return kept
 
 
-def _attached(branches: list[_Branch]) -> list[_Branch]:
-    """Give each group a relay that is reached before it: its own, else the nearest server that relays nothing.
+def _attached(branches: list[_Branch], able: Collection[str]) -> list[_Branch] | None:
+    """Give each group a relay that is reached before it: its own, else the nearest ``able`` server that relays nothing.
 
-    The last servers of a group send least in it: gloo's trees have them as leaves.
+    None if there is none. The last servers of a group send least in it: gloo's trees have them as leaves.
     """
     branches[0].relay = None
     reached, rest = branches[:1], branches[1:]
@@ -96,7 +100,10 @@ def _attached(branches: list[_Branch]) -> list[_Branch]:
         elsewhere = {name for branch in rest for name in branch.names}
         cut_off = next(branch for branch in rest if branch.relay not in elsewhere)
         relaying = {branch.relay for branch in reached}
-        cut_off.relay = next(name for branch in reached for name in branch.names[::-1] if name not in relaying)
+        free = (name for branch in reached for name in branch.names[::-1] if name in able and name not in relaying)
+        cut_off.relay = next(free, None)
+        if cut_off.relay is None:
+            return None
 
 
 def form_s(groups: Sequence[RelayGroup], sources: int) -> float:

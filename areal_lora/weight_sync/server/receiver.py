@@ -27,7 +27,7 @@ from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.link.inbox import BucketBytes
-from areal_lora.weight_sync.manifest import check_layout, check_successor, shard_keys
+from areal_lora.weight_sync.manifest import ShardKeys, check_layout, check_successor, shard_keys
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.server.reception import GroupLinks, PhaseTimer, Reception
 
@@ -82,7 +82,8 @@ class AdapterReceiver:
 
     ``declared`` are the adapters of the configuration by name: a publish that differs is refused. Any other adapter is
     declared by its first accepted version. ``secret`` is the run's, ``bind`` this machine's address towards the
-    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each.
+    sources, ``device`` the worker's compute device. The ``layouts`` used last are kept, a few megabytes each. ``keys``
+    are those of the run's shards, and follow from ``secret`` except on a remote server.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class AdapterReceiver:
         bind: str = "127.0.0.1",
         device: torch.device = CPU,
         layouts: int = 1,
+        keys: ShardKeys | None = None,
     ) -> None:
         self._writer, self._on_staged, self._secret = writer, on_staged, secret
+        self._keys = keys or shard_keys(secret)
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
         self._declared: dict[str, AdapterStructure] = {n: s.bare() for n, s in (declared or {}).items()}
         self._current: dict[str, ShardManifest] = {}
@@ -161,8 +164,8 @@ class AdapterReceiver:
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
-            deadline, keys = time.monotonic() + timeout_s, shard_keys(self._secret)
-            started = known, Reception(known.layout, links, deadline, timer, keys, self._writer.on_device)
+            deadline = time.monotonic() + timeout_s
+            started = known, Reception(known.layout, links, deadline, timer, self._keys, self._writer.on_device)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:

@@ -143,7 +143,8 @@ class RendezvousWatch:
             host=endpoint.host,
             admin_port=endpoint.ports["admin"],
             data_port=endpoint.ports["data"],
-            workers=self._workers,
+            workers=endpoint.workers or self._workers,
+            relays=endpoint.workers is None,
             data_tls="data" in endpoint.tls,
         )
 

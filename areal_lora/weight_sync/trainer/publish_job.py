@@ -90,7 +90,7 @@ class PackedShard:
         """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
         marks = self._table.marks(self._keys.multipliers)
         self.sums = marks.sums
-        with undo_on_error(self._give_up):  # also an interrupt
+        with undo_on_error(self.abandon):  # also an interrupt
             for done in pack(self._flat):
                 self._measure(marks, done)
                 self._advance(done)
@@ -101,6 +101,12 @@ class PackedShard:
             self._trailer[:-SEAL_BYTES] = masked(self.sums, sealed, self._keys.mask).view(np.uint8)
             self._advance(self._done, sealed=True)
 
+    def place(self, at: int, part: bytes) -> None:
+        """Store a part of a shard that another process has packed, trailer included; call it in order of ``at``."""
+        end = at + len(part)
+        self._segment.bytes[at:end] = np.frombuffer(part, dtype=np.uint8)
+        self._advance(int(np.searchsorted(self._table.ends, end, side="right")), sealed=end >= self._end)
+
     def _measure(self, marks: Marks, done: int) -> None:
         """Fingerprint what was packed since the last call; on a device this waits for the packing, too."""
         if self._chunks is None:
@@ -109,7 +115,7 @@ class PackedShard:
             part = self._flat[self._table.end(self._done) : self._table.end(done)]
             self._chunks.measure(marks, part, self._done, done)
 
-    def _give_up(self) -> None:
+    def abandon(self) -> None:
         """Wake the sending thread: the remaining tensors are never packed."""
         with self._changed:
             self._failed = True

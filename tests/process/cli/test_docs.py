@@ -112,6 +112,11 @@ HOW: dict[str, How] = {
     "areal-lora add-servers RUN --servers 2": NO_RUN,
     "areal-lora add-servers RUN --nodes 3 --servers 8 --time 04:00:00 --partition idle": NO_RUN,
     "areal-lora add-servers RUN --here": NO_RUN,
+    "areal-lora serve-remote URL --token-file remote.token": Elsewhere(
+        test="tests/process/engine/vllm_ext/test_remote.py::"
+        "test_a_remote_vllm_scores_and_samples_published_versions_like_hugging_face",
+        why="a run with a gateway",
+    ),
     "areal-lora remove-servers RUN": Run(says="no spare servers"),
     "areal-lora page runs/NAME": Elsewhere(
         test="tests/process/obs/test_page_browser.py::test_a_live_page_follows_the_run", why="a browser"

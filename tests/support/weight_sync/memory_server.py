@@ -24,7 +24,7 @@ from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.admin_client import RequestRelay
-from areal_lora.weight_sync.manifest import Announcement, decode
+from areal_lora.weight_sync.manifest import Announcement, ShardKeys, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.slot_table import ServedVersions
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
@@ -57,6 +57,7 @@ class MemoryServer:
         on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
         host: str = "127.0.0.1",
+        keys: ShardKeys | None = None,
     ) -> None:
         self.held = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -71,6 +72,7 @@ class MemoryServer:
                 declared=declared,
                 layouts=layouts,
                 on_staged=partial(self._arrive, w),
+                keys=keys,
             )
             for w, writer in enumerate(self.writers)
         ]

@@ -8,9 +8,10 @@ import sys
 import threading
 from pathlib import Path
 
-from areal_lora.launcher.spares import claim_indices, note_process, starts
+from areal_lora.launcher.spares import note_process, starts
 from areal_lora.launcher.start import Owner
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import claim_indices
 
 
 def test_an_index_is_claimed_once(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_every_process_makes_the_same_authority() -> None:
     code = f"from areal_lora.network.tls import *; print(ca_pem({SECRET!r}, Plane.DATA).decode(), end='')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert other.encode() == ca_pem(SECRET, Plane.DATA)
-    assert len({ca_pem(secret, plane) for secret in (SECRET, OTHER) for plane in Plane}) == 4
+    assert len({ca_pem(secret, plane) for secret in (SECRET, OTHER) for plane in Plane}) == 6
 
 
 @pytest.mark.parametrize("plane", Plane)

@@ -77,6 +77,13 @@ SHORT = {
     "network/http_server.py:unless_disconnected": "one request; it is awaited",
     "rollout/agents.py:_answer": "one request; it is awaited",
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
+    "engine/vllm_ext/remote/remote_seat.py:RemoteSeat.__init__": "one join or transfer of each source; it is awaited",
+    "engine/vllm_ext/remote/remote_seat.py:RemoteSeat._in_thread": "one join or transfer; it is awaited",
+    "engine/vllm_ext/remote/remote_server.py:RemoteServer.__init__": "one join or transfer of each source; awaited",
+    "engine/vllm_ext/remote/remote_server.py:RemoteServer._in_thread": "one join or transfer; it is awaited",
+    "engine/vllm_ext/remote/remote_server.py:RemoteServer._work": "one request in a TaskGroup that is awaited",
+    "engine/vllm_ext/remote/remote_server.py:_until_ended": "the stay in the run; it is awaited",
+    "engine/vllm_ext/remote/remote_server.py:serve_remote": "the wait for the server process; it is awaited",
 }
 """Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
 

@@ -18,11 +18,10 @@ from aiohttp import web
 from safetensors.numpy import load
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.network.http_server import HttpServer
+from areal_lora.network.http_server import HttpServer, listening
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import http
-from areal_lora.service.main import bound
 from areal_lora.service.queue import queue_writer
 from areal_lora.service.queue.queue_rows import Quota, Tables
 from tests.support.checkpoint import trained_run
@@ -512,7 +511,7 @@ def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatc
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         publish_endpoint(it.folder, "server", 0, {"data": runner.addresses[0][1]})
-        http = HttpServer(it.api.app(), sock := bound(0), None)
+        http = HttpServer(it.api.app(), sock := listening("127.0.0.1", 0, ""), None)
         serving = asyncio.create_task(http.serve())
         reader, writer = await asyncio.open_connection(*sock.getsockname()[:2], limit=4096)
         body = b'{"model":"sums","prompt":"a","stream":true}'

@@ -28,18 +28,8 @@ import msgspec
 import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.vllm_ext.compat import weights
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
-from areal_lora.engine.vllm_ext.compat.weights import (
-    FusedWeight,
-    activate,
-    adapter_manager,
-    bound_matrices,
-    deactivate,
-    enable_slots,
-    fused_weights,
-    in_batch,
-    refuse_files,
-)
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
@@ -52,7 +42,7 @@ from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout
 from areal_lora.weight_sync.link.inbox import BucketBytes
-from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.manifest import decode, expanded
 from areal_lora.weight_sync.messages import WEIGHT, JoinRequest, StageResult, check_targets, covered, served_shapes
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
@@ -64,7 +54,11 @@ class MergedWeights:
     on_device = False  # the host copies are written
 
     def __init__(
-        self, fused: Iterable[FusedWeight], device: torch.device, base: ModelFolder, target_modules: Sequence[str]
+        self,
+        fused: Iterable[weights.FusedWeight],
+        device: torch.device,
+        base: ModelFolder,
+        target_modules: Sequence[str],
     ) -> None:
         self._fused, self.device = list(fused), device
         self._parts = {part.name: part for weight in self._fused for part in weight.parts}
@@ -172,22 +166,22 @@ class AdapterSlots(StackedSlotWriter):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        refuse_files(worker)
-        enable_slots(worker)
-        super().__init__(bound_matrices(worker), adapter_manager(worker).lora_config.max_lora_rank)
+        weights.refuse_files(worker)
+        weights.enable_slots(worker)
+        super().__init__(weights.bound_matrices(worker), weights.adapter_manager(worker).lora_config.max_lora_rank)
 
     def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
         """Serve the version in ``slot`` as ``lora_id``, and stop serving ``retired`` as `retire` does."""
         remaining = self.retire(retired)
-        activate(self._worker, lora_id, slot, self.max_rank)
+        weights.activate(self._worker, lora_id, slot, self.max_rank)
         return remaining
 
     def retire(self, lora_ids: Sequence[int]) -> list[int]:
         """Stop serving versions, and return those that a request in the batch still uses."""
-        remaining = [lora_id for lora_id in lora_ids if in_batch(self._worker, lora_id)]
+        remaining = [lora_id for lora_id in lora_ids if weights.in_batch(self._worker, lora_id)]
         for lora_id in lora_ids:
             if lora_id not in remaining:
-                deactivate(self._worker, lora_id)
+                weights.deactivate(self._worker, lora_id)
         return remaining
 
 
@@ -200,10 +194,11 @@ class _WorkerAdapters:
         if setup.payload is Payload.MERGED:
             targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
             base = ModelFolder.at(setup.model)
-            self.held = MergedWeights(fused_weights(worker), worker.device, base, targets)
+            self.held = MergedWeights(weights.fused_weights(worker), worker.device, base, targets)
         else:
             self.held = AdapterSlots(worker)
-        secret = read_secret(RunFolder.of(setup.run_folder))
+        folder = RunFolder.of(setup.run_folder)
+        secret = read_secret(folder)
         self._receiver = AdapterReceiver(
             self.held,
             run=setup.run,
@@ -214,6 +209,7 @@ class _WorkerAdapters:
             bind=setup.bind,
             device=self.held.device,
             layouts=setup.adapters,
+            keys=expanded(folder.shard_keys.read_bytes()) if folder.shard_keys.exists() else None,
         )
         self._respond: channel.Respond | None = None  # answers the ``Receive`` in progress
         self._last_staged: AdapterRef | None = None

@@ -91,7 +91,7 @@ class Worker:
         }
         matrices = [Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
         lane = RecordedLane(calls, CPU)
-        monkeypatch.setattr(extension, "bound_matrices", lambda worker: matrices)
+        monkeypatch.setattr(extension.weights, "bound_matrices", lambda worker: matrices)
         monkeypatch.setattr(lora_install, "lane_of", lambda device: lane)
         staged = extension._WorkerAdapters._staged
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
@@ -48,6 +49,17 @@ def test_a_tree_stays_one_until_a_group_holds_all() -> None:
     assert [len(group.members) for group in before] == [32, 2]
     assert len(relay_tree(members[1:], before)) == 2
     assert relay_tree(members[2:], before) == (RelayGroup(tuple(members[2:])),)
+
+
+@pytest.mark.parametrize("able", [0, 2, 3, 60])
+def test_servers_that_cannot_relay_only_receive(able: int) -> None:
+    """94 servers need two relays."""
+    members = [replace(server(number), relays=number >= 94 - able) for number in range(94)]
+    tree = relay_tree(members)
+    assert (len(tree) > 1) == (able >= 2)
+    assert all(group.relay.relays for group in tree if group.relay is not None)
+    assert sorted(member.name for group in tree for member in group.members) == sorted(m.name for m in members)
+    assert relay_tree(members, tree) == tree
 
 
 @pytest.mark.parametrize("n", [33, 64, 65, 100, 256, 511, 512])

@@ -1,0 +1,165 @@
+"""Servers elsewhere serve in a run: real groups, HTTP, publisher and controller; only models are missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
+from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config
+from areal_lora.errors import ConfigError, ProcessFailed
+from areal_lora.network.tls import Plane, bearer_key
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import published_files
+from areal_lora.weight_sync.trainer.decisions import PublishReport
+from tests.support.clocks import WAIT_S, wait_until
+from tests.support.engine.vllm_ext.remote_world import RUN, Machine, World, base_folder, equal, remote_run
+from tests.support.rollout.fake_server import FakeServer
+from tests.support.rollout.helpers import NAME, config
+from tests.support.rollout.running import Running, controllers
+from tests.support.weight_sync.helpers import ref, share, values
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with remote_run(tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    with controllers(tmp_path) as start:
+        yield start
+
+
+def joined(world: World, root: Path) -> Machine:
+    machine = world.machine(root)
+    wait_until(world.publisher.changed, what="the remote server as one that may join")
+    return machine
+
+
+def members(report: PublishReport) -> list[str]:
+    return [server.name for server in report.servers]
+
+
+def test_a_remote_server_joins_follows_the_versions_and_leaves(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    for version in (1, 2):
+        report = world.publish(version).wait()
+        assert (members(report), report.attempts) == (["server-0", "server-1"], 1)
+        assert equal(machine.memory, world.local, version)
+    name, tensor = share(values(2))[0][0]
+    assert np.array_equal(machine.memory.tensors(ref(2, NAME))[name], tensor.numpy())
+    machine.leave()
+    wait_until(lambda: not published_files(world.folder, "server"), what="the end of its endpoint")
+    wait_until(world.publisher.changed, what="the trainer's notice of it")
+    report = world.publish(3).wait()
+    assert (members(report), report.lost) == (["server-0"], {})
+
+
+def test_wrong_bytes_are_refused_and_fetched_again_once(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.damage.left = 1
+    report = world.publish(1).wait()
+    assert (members(report), report.attempts) == (["server-0", "server-1"], 1)
+    assert (world.damage.left, equal(machine.memory, world.local, 1)) == (0, True)
+    world.damage.left = 2
+    report = world.publish(2).wait()
+    assert (members(report), world.damage.left) == (["server-0"], 0)
+    with pytest.raises(ProcessFailed, match=r"arrived with wrong bytes 2 times from .* use https"):
+        machine.serving.result(WAIT_S)
+    assert ref(2, NAME) not in machine.memory.held.active
+
+
+def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.publish(1).wait()
+    world.damage.cut_at = 1000
+    report = world.publish(2).wait()
+    assert (members(report), report.attempts, world.damage.cut_at) == (["server-0", "server-1"], 1, None)
+    assert world.damage.ranges == ["bytes=0-", "bytes=0-", "bytes=1000-"]
+    assert equal(machine.memory, world.local, 2)
+
+
+def test_a_server_that_the_gateway_has_lost_joins_again(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.publish(1).wait()
+    world.lose_all()
+    wait_until(lambda: "server-2" in world.gateway.seats, what="its second stay")
+    wait_until(lambda: len(world.publisher._leader.roster.available()) == 1, what="its endpoint")  # type: ignore[union-attr]
+    assert members(world.publish(2).wait()) == ["server-0", "server-2"]
+    assert equal(machine.memory, world.local, 2)
+
+
+def test_the_token_of_another_start_is_refused_in_one_line(world: World) -> None:
+    async def ask(token: str) -> None:
+        async with GatewayClient(world.url, token) as gateway:
+            await gateway.get("settings", RemoteSettings)
+
+    for token in (bearer_key("5e" * 32, Plane.REMOTE), bearer_key(world.secret, Plane.DATA), ""):
+        with pytest.raises(ConfigError, match=r"does not take this token .*copy remote.token") as refused:
+            asyncio.run(ask(token))
+        assert "\n" not in str(refused.value)
+
+
+def test_what_a_remote_server_is_given_is_no_secret_of_the_run(world: World, tmp_path: Path) -> None:
+    settings = world.settings()
+    for secret in (world.secret, bearer_key(world.secret, Plane.ADMIN), bearer_key(world.secret, Plane.DATA)):
+        assert secret.encode() not in settings.config + settings.shard_keys.hex().encode()
+    made = local_config(settings, tmp_path / "here", None, None)
+    assert (made.run.name, made.run.root, made.rollout.servers) == (RUN, tmp_path / "here", 1)
+    other = base_folder(tmp_path / "other")
+    (other / "config.json").write_text('{"another": 1}', encoding="utf-8")
+    for folder in (other, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="not the run's base model"):
+            local_config(settings, tmp_path, folder, None)
+
+
+def test_servers_that_come_and_go_lose_no_prompt_and_train_none_twice(
+    controller: Callable[..., Running], tmp_path: Path
+) -> None:
+    """Over a line with 100 ms. One leaves with requests in progress, one vanishes, others come."""
+    run = controller(FakeServer(), eta=1, b=4, steps=6)
+
+    def announce(report: PublishReport) -> None:
+        urls = {server.name: server.data_url for server in report.servers}
+        run.client.announce(report.ref, urls, [*report.lost], report.left)
+
+    made = config(str(base_folder(tmp_path / "model")), eta=1)
+    with World(RunFolder(tmp_path), made, delay_s=0.05, on_active=announce) as world:
+        world.local_data.delay_s = lambda k: 0.5
+        first = joined(world, tmp_path)
+        first.data.delay_s = lambda k: 0.05 if k < 4 else WAIT_S
+        seen, lags = set[str](), set[int]()
+        for step in range(6):
+            if step == 2:
+                wait_until(lambda: first.data.open_requests, what="a request in progress")
+                first.leave()
+                second = joined(world, tmp_path)
+                second.data.delay_s = lambda k: 0.05 if k < 2 else WAIT_S
+            if step == 4:
+                wait_until(lambda second=second: second.data.open_requests, what="a request in progress")
+                second.vanish()
+                third = joined(world, tmp_path)
+            report = world.publish(step).wait()
+            for group in run.batch(step).groups:
+                assert group.uid not in seen
+                seen.add(group.uid)
+                lags |= {step - v for t in group.trajectories for v in t.versions if v >= 0}
+        assert len(seen) == 24
+        assert lags <= {0, 1}
+        assert members(report) == ["server-0", "server-3"]
+        assert third.data.requests
+        stats = run.stats(NAME)
+        assert stats.issued == stats.consumed + stats.leased + stats.ready + stats.running
+        third.leave()
