@@ -112,7 +112,7 @@ def test_a_lane_that_dies_fails_its_test_and_the_others_run(tmp_path: Path) -> N
     (tmp_path / "test_dies.py").write_text(
         "import os\ndef test_1(): pass\ndef test_dies(): os._exit(0)\ndef test_3(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "-p", "tests.conftest"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "-p", "tests.conftest", "--rootdir", "."]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
