@@ -46,7 +46,7 @@ LINES = {
     "service": 5584,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3838,  # parts of a batch; which passes join and share starts; rollouts and machines of a step
-    "weight_sync": 5523,  # relays: their tree, groups and requests; names of missing receivers; keyed shards; views
+    "weight_sync": 5522,  # relays: their tree, groups and requests; names of missing receivers; keyed shards; views
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
