@@ -140,7 +140,7 @@ def plan_sweep(
         Trial(name=name, overrides=own, adapter=config.adapters[0].model_dump(mode="json", exclude={"name"}))
         for name, own, config in zip(names, combinations, configs, strict=True)
     ]
-    steps, every = adapter_run(first, first.adapters[0]).steps, first.eval.every_steps
+    settings, every = adapter_run(first, first.adapters[0]), first.eval.every_steps
     if by is Measure.EVALUATION and not every:
         raise ConfigError("eval.every_steps", "0: no version is evaluated before the last", "set it, or leave out --by")
     sweep = Sweep(
@@ -148,23 +148,29 @@ def plan_sweep(
         repeats=first.rollout.deterministic,
         by=by,
         trials=tuple(trials),
-        rungs=plan_rungs(len(trials), steps, _fractions(rungs), every if by is Measure.EVALUATION else 1),
+        rungs=plan_rungs(len(trials), settings.steps, _fractions(rungs), every)
+        if by is Measure.EVALUATION
+        else plan_rungs(len(trials), settings.steps, _fractions(rungs), earliest=settings.max_staleness + 2),
     )
     listed = [c.adapters[0].model_copy(update={"name": name}) for name, c in zip(names, configs, strict=True)]
     return first.model_copy(update={"adapters": listed}), sweep
 
 
-def plan_rungs(trials: int, steps: int, parts: Sequence[Fraction] = (), every: int = 1) -> tuple[Rung, ...]:
+def plan_rungs(
+    trials: int, steps: int, parts: Sequence[Fraction] = (), every: int = 1, earliest: int = 1
+) -> tuple[Rung, ...]:
     """Half of the trials, rounded up, continue after each of ``parts`` of the steps, in steps of ``every``.
 
     By default two trials remain after 1/8 and one after 1/2, because a rate that is too high leads at first: of eight
     trials half stop at 1/16, 1/8, 1/2 of the steps, which together are twice the steps of one.
+    None is before the ``earliest`` step, whose answers do not come from version 0, which all trials share.
     """
     halvings = (trials - 1).bit_length()
+    first = 1 if parts else earliest
     parts = parts or [*(Fraction(1, 2 << n) for n in range(halvings, 1, -1)), Fraction(1, 2)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(parts[:halvings], 1):
-        found[every * math.ceil(part * steps / every)] = -(-trials >> n)
+        found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 
 
