@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -147,6 +148,15 @@ def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
     return replace(batch, held=held, **{name: getattr(batch, name)[tokens] for name in OF_HELD})
 
 
+def scores(engine: AdapterEngine, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities of the whole batch: a rank has those of its part, and 0, above all others, for the rest."""
+    own = engine.logprobs(batch, adapter=adapter, temperature=temperature)
+    if batch.held is not None:
+        assert not own[~batch.held.repeat_interleave(batch.cu_seqlens.diff())].any()
+    dist.all_reduce(own, dist.ReduceOp.MIN)
+    return own.numpy()
+
+
 def loss_fn(micro: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
     assert entropy is not None
     assert micro.advantages is not None
@@ -224,15 +234,15 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     seen["aliases"], seen["digest"] = layout.aliases, layout.digest
     assert is_source(engine) == (engine.rank in seen["plan"])
     seen["initial"] = numpy_of(engine.export_adapter("a"))
-    seen["base"] = engine.logprobs(batch, adapter=None).numpy()
-    seen["zero_b"] = engine.logprobs(batch, adapter="a").numpy()
+    seen["base"] = scores(engine, batch, adapter=None)
+    seen["zero_b"] = scores(engine, batch, adapter="a")
     engine.load_adapter("a", adapter)
     seen["loaded"] = numpy_of(engine.export_adapter("a"))
     frozen = frozen_weights(engine)
-    seen["lora"] = engine.logprobs(batch, adapter="a").numpy()
-    seen["lora_cool"] = engine.logprobs(batch, adapter="a", temperature=TEMPERATURE).numpy()
+    seen["lora"] = scores(engine, batch, adapter="a")
+    seen["lora_cool"] = scores(engine, batch, adapter="a", temperature=TEMPERATURE)
     # One sequence: with data parallelism all other ranks run padding only.
-    seen["single"] = engine.logprobs(make_batch(make_rows()[3:4]), adapter="a").numpy()
+    seen["single"] = scores(engine, make_batch(make_rows()[3:4]), adapter="a")
 
     engine.forward_backward(batch, nan_loss_fn)
     seen["skipped"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
@@ -245,7 +255,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
     memory = engine.resident("a").memory
     seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].numpy().tobytes()
-    seen["base_after"] = engine.logprobs(batch, adapter=None).numpy()
+    seen["base_after"] = scores(engine, batch, adapter=None)
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
     if neighbours:
         seen["beside"] = beside(engine, path, case, adapter)
@@ -266,7 +276,7 @@ def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Ten
         seen[step] = numpy_of(export_gradients(engine, "d"))
         if step == "again":
             engine.resident("d").trained().step_count = 1
-    seen["scores"] = engine.logprobs(batch, adapter="d").numpy()
+    seen["scores"] = scores(engine, batch, adapter="d")
     return seen
 
 
@@ -292,14 +302,14 @@ def beside(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
         engine.forward_backward(others, loss_fn, need_entropy=True)
         engine.optim_step("other", DENOMINATOR, OPTIMIZER.lr)
     seen["other"] = numpy_of(engine.export_adapter("other"))
-    seen["other_scores"] = engine.logprobs(batch, adapter="other").numpy()
+    seen["other_scores"] = scores(engine, batch, adapter="other")
     seen["step"] = engine.optim_step("twin", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("twin"))
     seen["other_after"] = numpy_of(engine.export_adapter("other"))
-    seen["base"] = engine.logprobs(batch, adapter=None).numpy()
+    seen["base"] = scores(engine, batch, adapter=None)
     engine.remove_adapter("other")
-    seen["twin_scores"] = engine.logprobs(batch, adapter="twin").numpy()
-    seen["a_scores"] = engine.logprobs(batch, adapter="a").numpy()
+    seen["twin_scores"] = scores(engine, batch, adapter="twin")
+    seen["a_scores"] = scores(engine, batch, adapter="a")
     seen["a_after"] = numpy_of(engine.export_adapter("a"))
     try:
         engine.logprobs(batch, adapter="other")
@@ -381,22 +391,22 @@ def critic(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
     engine.load_adapter("critic", {**adapter, **random_head()})
     seen["loaded"] = numpy_of(engine.export_adapter("critic"))
     seen["values"] = engine.values(batch, adapter="critic").numpy()
-    seen["a"], seen["a_scores"] = numpy_of(engine.export_adapter("a")), engine.logprobs(batch, adapter="a").numpy()
+    seen["a"], seen["a_scores"] = numpy_of(engine.export_adapter("a")), scores(engine, batch, adapter="a")
     seen["stats"] = engine.forward_backward(mine, value_loss_fn)
     seen["grads"] = numpy_of(export_gradients(engine, "critic"))
     engine.forward_backward(mine, value_loss_fn)
     seen["step"] = engine.optim_step("critic", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("critic"))
     seen["a_after"] = numpy_of(engine.export_adapter("a"))
-    seen["a_scores_after"] = engine.logprobs(batch, adapter="a").numpy()
+    seen["a_scores_after"] = scores(engine, batch, adapter="a")
     engine.freeze_copy("a", "before")
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["after_a"] = numpy_of(engine.export_adapter("critic"))
-    seen["a_moved"] = engine.logprobs(batch, adapter="a").numpy()
-    seen["frozen_scores"] = engine.logprobs(batch, adapter="before").numpy()
+    seen["a_moved"] = scores(engine, batch, adapter="a")
+    seen["frozen_scores"] = scores(engine, batch, adapter="before")
     engine.freeze_copy("a", "before")
-    seen["swapped_scores"] = engine.logprobs(batch, adapter="before").numpy()
+    seen["swapped_scores"] = scores(engine, batch, adapter="before")
     engine.remove_adapter("before")
     seen["refused"] = []
     for call in (
