@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import shutil
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -48,13 +49,21 @@ def _child(
         pipe.send((False, traceback.format_exc()))
 
 
-@cache
 def forking() -> ForkServerContext:
     """Make processes that are forks of one that has imported what trainers need, which takes longer than most tests.
 
     All tests share this one: Python has one such parent in a process. It is itself a fork of the starter of trainers,
     and its forks have its environment, that of the first use.
     """
+    with _ONE_CALLER:
+        return _forking()
+
+
+_ONE_CALLER = threading.Lock()
+
+
+@cache
+def _forking() -> ForkServerContext:
     folder = Path(tempfile.mkdtemp(prefix="forkserver-"))
     address, alive = str(folder / "socket"), folder / "alive"
     os.mkfifo(alive)
