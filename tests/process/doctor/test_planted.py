@@ -165,7 +165,8 @@ def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(
     for _, _, path in (role.partition("=") for role in roles):
         forks = Path(path).rename(f"{path} of modules")
         Path(path).write_text(
-            f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nexec {shlex.quote(str(forks))} "$@"\n'
+            f'#!/bin/sh\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n'
+            f'exec {shlex.quote(str(forks))} "$@"\n'
         )
         Path(path).chmod(0o755)
     code, findings = examined(f"run.root={tmp_path}", *roles, fault=f"server.matrix:1:{fault}", quick=False)

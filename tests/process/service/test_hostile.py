@@ -40,6 +40,7 @@ RAW_EVERY = 25
 MORE_RSS = 48 << 20
 MORE_FILES = 4
 QUOTA = {"adapters": 4, "rank": 8, "body_kib": BODY_KIB, "pass_kib": PASS_KIB, "queued": 64, "queued_mib": 16}
+VARIED = {200, 401, 404, 405, 410, 413, 422, 429}
 WORDS = {"acme": ("acmesownword", "acmesecretword"), "bolt": ("boltsownword", "boltsecretword")}
 
 
@@ -50,6 +51,9 @@ class Storm:
     heard: list[tuple[str, str, int, str, bytes]] = field(default_factory=list)
     used: list[dict[str, int]] = field(default_factory=list)
     cut: int = 0
+
+    def statuses(self) -> Counter[int]:
+        return Counter(status for _, _, status, _, _ in self.heard)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,11 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
             found.used.append(
                 {"files": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss}
             )
+        for more in range(2, 12):  # which quotas are exceeded depends on who comes first
+            if found.statuses().keys() >= VARIED:
+                break
+            draws = [random.Random(seed + more * WORKERS + k) for k in range(WORKERS)]
+            asyncio.run(attack(run, worlds, WARM // 2, draws, found))
         for world in worlds:
             check(run, world)
             samples = [content for name, content in world.answers.items() if ":sample:" in name]
@@ -195,9 +204,9 @@ async def answered(reader: asyncio.StreamReader, status: int | None, found: Stor
 def test_every_answer_is_typed_and_nothing_leaks(storm: Storm) -> None:
     """The fixture judges each answer as it comes."""
     assert len(storm.heard) + storm.cut >= REQUESTS
-    seen = Counter(status for _, _, status, _, _ in storm.heard)
+    seen = storm.statuses()
     print(dict(sorted(seen.items())), f"and {storm.cut} broken connections")
-    assert {200, 401, 404, 405, 410, 413, 422, 429} <= seen.keys(), "the storm is as varied as it says"
+    assert seen.keys() >= VARIED, "the storm is as varied as it says"
     assert seen[200] > REQUESTS // 10, "a part of it reaches what is behind the checks"
     tried = {path for _, path, _, _, _ in storm.heard}
     assert len({path for path in tried if path.startswith(API)}) > 60

@@ -17,7 +17,7 @@ import pytest
 from areal_lora.cli import app
 from areal_lora.errors import ExitCode
 from areal_lora.run_folder import atomic
-from tests.support.cli.command import areal_lora, forked_python, programs
+from tests.support.cli.command import areal_lora
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import make_three
 from tests.support.paths import ROOT
@@ -70,8 +70,7 @@ def test_bash_completes_verbs_runs_and_options(tmp_path: Path, typed: str, offer
         $function areal-lora "${{COMP_WORDS[COMP_CWORD]}}" x
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    programs(tmp_path / "bin")
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
     )
@@ -155,7 +154,7 @@ def test_a_broken_run_folder_is_one_line_for_every_verb(
 def test_a_read_only_run_folder_can_be_looked_at_and_refuses_a_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "x", steps=3)
     command = f'mount --bind "{folder}" "{folder}" && mount -o remount,bind,ro "{folder}" && exec "$@"'
-    inside = ["unshare", "-m", "bash", "-c", command, "-", forked_python(), "-m", "areal_lora"]
+    inside = ["unshare", "-m", "bash", "-c", command, "-", sys.executable, "-m", "areal_lora"]
     if subprocess.run([*inside[:6], "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounts need privileges")
     done = subprocess.run([*inside, "status", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -22,6 +22,8 @@ from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut
 from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.routing import Router
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import read_endpoint
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import numeric_match
 from areal_lora.tasks.word_problems import word_problem
@@ -82,11 +84,9 @@ def test_a_third_of_the_solutions_is_right() -> None:
 @pytest.mark.slow
 def test_it_serves_versions_and_answers_purely(tiny_model: Path, tmp_path: Path) -> None:
     with stand_in(tmp_path / "a", tiny_model) as one, stand_in(tmp_path / "b", tiny_model) as other:
-        [parent] = {
-            each for each in psutil.Process().children() if "tests.support.distributed.preload" in each.cmdline()
-        }
-        mapped = [{m.path for m in each.memory_maps()} for each in parent.children()]
-        assert len(mapped) == 2
+        pids = [read_endpoint(RunFolder(server.folder), "server", 0).pid for server in (one, other)]
+        mapped = [{m.path for m in psutil.Process(pid).memory_maps()} for pid in pids]
+        assert any("/torch/" in path for path in mapped[0]), "they are the servers"
         assert not any("/vllm/" in path for paths in mapped for path in paths), "its start takes a second"
         assert ask(one)[0] == 404
         for server in (one, other):
