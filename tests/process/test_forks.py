@@ -41,6 +41,13 @@ def test_a_fork_has_its_words_and_variables_in_proc() -> None:
     wait_until(lambda: not fork.is_running())
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_lanes_share_a_parent_that_ends_with_the_session(killed: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
@@ -51,8 +58,10 @@ def test_lanes_share_a_parent_that_ends_with_the_session(killed: bool) -> None:
         folder, again = (first.stdout.readline().strip() for _ in range(2))
         assert folder == again
         [parent] = [p for p in psutil.process_iter(["cmdline"]) if f"{folder}/pipe" in (p.info["cmdline"] or [])]
+        below = psutil.Process(first.pid).children(recursive=True)
+        assert parent not in below, "a supervisor in a lane ends what is below it"
         if killed:
             first.kill()
-    wait_until(lambda: not parent.is_running())
+    wait_until(lambda: has_ended(parent))
     assert Path(folder).exists() == killed
     shutil.rmtree(folder, ignore_errors=True)

@@ -83,13 +83,16 @@ def session() -> Path:
     return Path(os.environ[FOLDER])
 
 
-_parents: list[subprocess.Popen[bytes]] = []
-
-
 def _end(folder: Path, held: int) -> None:
     os.close(held)
-    for parent in _parents:
-        parent.wait()
+    for address in folder.iterdir():
+        while address.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+                try:
+                    link.connect(str(address))
+                except ConnectionRefusedError:  # its parent has ended
+                    break
+            time.sleep(0.02)
     shutil.rmtree(folder)
 
 
@@ -106,14 +109,13 @@ class Starter:
             finally:
                 os.unlink(own)
             number = listener.fileno()
-            _parents.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.forks.parent", preload, str(number), str(session() / "pipe")],
-                    cwd=ROOT,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    pass_fds=[number],
-                    stdin=subprocess.DEVNULL,
-                )
+            subprocess.run(  # it forks the parent
+                [sys.executable, "-m", "tests.support.forks.parent", preload, str(number), str(session() / "pipe")],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                check=True,
             )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.connect(self.address)
