@@ -138,7 +138,7 @@ class RequestRelay:
     """A relay's requests to the servers below it, all at once, over connections that are kept until one fails."""
 
     def __init__(self, secret: str) -> None:
-        self._secret, self._clients = secret, dict[messages.ServerEndpoint, AdminClient]()
+        self._secret, self._clients = secret, dict[str, AdminClient]()
 
     def send(self, request: messages.RelayRequest, came: float) -> messages.RelayReply:
         """Send ``request``, which came at ``came`` (time.monotonic), and return all answers. Blocks.
@@ -146,17 +146,19 @@ class RequestRelay:
         A server that cannot be reached has a 502. Raises ManifestError for an announcement that is malformed.
         """
         later_s = time.monotonic() - came
+        left_s = max(request.timeout_s - later_s, 0.01)
         body = sent_later(request.body, later_s) if request.path == messages.PUBLISH_PATH else request.body
 
         def send(server: messages.ServerEndpoint) -> messages.RelayedAnswer:
             try:
-                status, answer = self._clients[server].send(request.path, body, max(request.timeout_s - later_s, 0.01))
+                status, answer = self._clients[server.name].send(request.path, body, left_s)
             except PublishError as e:
                 status, answer = http.client.BAD_GATEWAY, str(e).encode()
             return messages.RelayedAnswer(status=status, body=answer)
 
         for server in request.servers:
-            if server not in self._clients:
-                self._clients[server] = AdminClient(server, self._secret)
+            known = self._clients.get(server.name)
+            if known is None or known.server != server:  # it was restarted
+                self._clients[server.name] = AdminClient(server, self._secret)
         with ThreadPoolExecutor(max(1, len(request.servers)), thread_name_prefix="relay") as pool:
             return messages.RelayReply(answers=list(pool.map(send, request.servers)))

@@ -46,7 +46,7 @@ LINES = {
     "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
     "trainer": 3915,  # parts of a batch; which passes join; states copied between operations; entropies of a step
-    "weight_sync": 5546,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
+    "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

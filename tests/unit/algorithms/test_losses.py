@@ -58,7 +58,7 @@ VARIANTS = {
     "dppo": replace(
         TERMS,
         loss=LOSSES["dppo"],
-        clip=Clip(low=0.004, high=0.006),
+        clip=Clip(low=0.04, high=0.06),
         ratio="rollout",
         behaviour=replace(MASK, correction="none"),
     ),
