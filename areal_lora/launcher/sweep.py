@@ -161,15 +161,16 @@ def plan_rungs(
 ) -> tuple[Rung, ...]:
     """Half of the trials, rounded up, continue after each of ``parts`` of the steps, in steps of ``every``.
 
-    By default two trials remain after 1/8 and one after 1/2, because a rate that is too high leads at first: of eight
-    trials half stop at 1/16, 1/8, 1/2 of the steps, which together are twice the steps of one.
-    None is before the ``earliest`` step, whose answers do not come from version 0, which all trials share.
+    By default one trial remains after 1/4: of eight half stop at 1/16, 1/8, 1/4 of the steps, which together are 1.75
+    times the steps of one. None is before the ``earliest`` step, whose answers do not come from version 0, which all
+    trials share, and the last one not before twice as many: a rate that is too high leads at first.
     """
     halvings = (trials - 1).bit_length()
-    first = 1 if parts else earliest
-    parts = parts or [*(Fraction(1, 2 << n) for n in range(halvings, 1, -1)), Fraction(1, 2)]
+    given = bool(parts)
+    parts = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(parts[:halvings], 1):
+        first = 1 if given else earliest * (1 + (n == halvings > 1))
         found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 

@@ -89,7 +89,7 @@ HOW: dict[str, How] = {
     ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/workflows/second_try.yaml": PLAN,
     f"areal-lora sweep {MOE} {EMBEDDED} 'adapters.0.optimizer.lr=[1e-4,3e-4]' 'adapters.0.rank=[4,8]'": Run(
-        more="--dry-run", says="rungs: step 8 keeps 2, step 30 keeps 1"
+        more="--dry-run", says="rungs: step 8 keeps 2, step 15 keeps 1"
     ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/gspo.yaml run.steps=10": PLAN,
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/opo.yaml run.steps=20 run.seed=2"

@@ -130,9 +130,9 @@ def test_evaluations_must_exist_before_the_end() -> None:
     assert planned(RATES, "eval.every_steps=3", by=Measure.EVALUATION)[1].rungs == (Rung(3, 2), Rung(6, 1))
 
 
-def test_by_default_two_trials_are_compared_over_half_of_the_steps() -> None:
-    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 2), Rung(32, 1))
-    assert plan_rungs(2, 64) == (Rung(32, 1),)
+def test_by_default_one_trial_remains_after_a_quarter_of_the_steps() -> None:
+    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 2), Rung(16, 1))
+    assert plan_rungs(2, 64) == (Rung(16, 1),)
     for halvings in range(1, 6):
         cost, before, made = 0.0, 0, 1 << halvings
         for rung in plan_rungs(made, 1 << 12):
@@ -140,7 +140,7 @@ def test_by_default_two_trials_are_compared_over_half_of_the_steps() -> None:
             assert rung.keep == made / 2
             before, made = rung.step, rung.keep
         assert made == 1
-        assert (cost + (1 << 12) - before) / (1 << 12) == 1.25 + 0.25 * halvings
+        assert (cost + (1 << 12) - before) / (1 << 12) == 1 + 0.25 * halvings
     assert [rung.keep for rung in plan_rungs(13, 1 << 12)] == [7, 4, 2, 1]
 
 
