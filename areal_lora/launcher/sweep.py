@@ -374,4 +374,6 @@ def print_result(folder: RunFolder, console: Console) -> None:
     curve = "a run of its own has the same curve, bit for bit (rollout.deterministic)" if sweep.repeats else others
     print_line(console, f"winner   {trials[winner].name}: {sweep.by} {number(last[winner])}{early}; {curve}")
     print_line(console, f"set      {' '.join(trials[winner].overrides)}")
-    print_line(console, f"alone    areal-lora {' '.join((*sweep.command, *trials[winner].overrides))}")
+    apart = f"run.name={folder.path.name}-{trials[winner].name}"  # not in the sweep's folder
+    words = (*(word for word in sweep.command if not word.startswith("run.name=")), apart, *trials[winner].overrides)
+    print_line(console, f"alone    areal-lora {' '.join(words)}")

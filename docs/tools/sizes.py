@@ -1,4 +1,4 @@
-"""The tables of docs/en/results.md about real sizes: memory and time of a rank, by arithmetic.
+"""The tables of docs/en/scale.md about real sizes: memory and time of a rank, by arithmetic.
 
 Memory is what the start-up check estimates. Times of a micro-batch, forward and backward: per token twice the weights
 that it meets in each, and six times an adapter's (`step_flops` of the benchmarks); causal attention n^2 q multiply-adds
@@ -20,7 +20,7 @@ from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
 
-TARGET = Path("docs/en/results.md")
+TARGET = Path("docs/en/scale.md")
 FIRST, LAST = "<!-- made by docs/tools/sizes.py -->", "<!-- end -->"
 TOKENS = 33 * 1024
 """An answer of 32 k after a prompt of 1 k: one micro-batch."""

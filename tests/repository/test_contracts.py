@@ -1,4 +1,4 @@
-"""docs/en/contracts.md: every contract that the repository cites has an entry, and every entry tests that exist."""
+"""docs/en/design/README.md: every contract that the repository cites has an entry, and every entry tests that exist."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "en" / "contracts.md"
+PAGE = ROOT / "docs" / "en" / "design" / "README.md"
 CODE = re.compile(r"\bC(?:1[0-9]|[1-9])\b")
 ENTRY = re.compile(r"^## (C\d+) .+$", re.MULTILINE)
 PROOF = re.compile(r"^- `(tests/[\w/]+\.py)::(test_\w+)`$", re.MULTILINE)

@@ -114,7 +114,8 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     remote = {seat.node for seat in seats.servers} - {seat.node for seat in seats.trainer}
     return CostModel(
         read_s=shape.parameters * DTYPE_BYTES[config.model.dtype] / BYTES_PER_S / tp,
-        sampled_token_s=sizes.forward(1, longest) / FLOPS_PER_S / tp,
+        sampled_token_s=sizes.forward(1, longest) / FLOPS_PER_S / tp
+        + memory.kv_token_bytes(config, shape) * longest * 3 / 4 / BYTES_PER_S,  # of the prompt and half an answer
         prompt_token_s=sizes.forward(1, longest // 2) / FLOPS_PER_S / tp,
         trained_token_s=passes / longest / FLOPS_PER_S,
         prompt_tokens=longest / 2,

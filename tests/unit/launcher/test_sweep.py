@@ -347,7 +347,13 @@ def test_the_result_names_the_winner_and_its_overrides(launched: Launched) -> No
         ["lr-1e-4", "2", "stopped", "1.000", "-", "-", "-"],
     ]
     assert "set      adapters.0.optimizer.lr=3e-4\n" in winner
-    assert f"--config {FILES[1]} run.steps=16 adapters.0.optimizer.lr=3e-4\n" in winner
+    [command] = [line.split()[2:] for line in winner.splitlines() if line.startswith("alone")]
+    overrides = [word for word in command if "=" in word]
+    assert command[0] == "train"
+    assert command[-len(overrides) - 1] == str(FILES[1])
+    assert sweeps.load_config(FILES, overrides).run.name == f"{launched.folder.path.name}-lr-3e-4", "as printed"
+    assert overrides[0] == "run.steps=16"
+    assert overrides[-1] == "adapters.0.optimizer.lr=3e-4"
     assert "other rounding" in winner
     sweeps.write_sweep(launched.folder, msgspec.structs.replace(launched.sweep, repeats=True))
     assert "bit for bit" in result(launched)
