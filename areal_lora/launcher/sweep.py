@@ -166,11 +166,10 @@ def plan_rungs(
     trials share, and the last one not before twice as many: a rate that is too high leads at first.
     """
     halvings = (trials - 1).bit_length()
-    given = bool(parts)
-    parts = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
+    chosen = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
-    for n, part in enumerate(parts[:halvings], 1):
-        first = 1 if given else earliest * (1 + (n == halvings > 1))
+    for n, part in enumerate(chosen[:halvings], 1):
+        first = 1 if parts else earliest * (1 + (n == halvings > 1))
         found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 

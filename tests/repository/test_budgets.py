@@ -34,7 +34,7 @@ LINES = {
     "doctor": 1021,
     "engine": 10202,  # remote servers; recompute; grouped products; slices; entropies; engine_args
     "families": 1430,  # FLOPs of passes
-    "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "launcher": 4681,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
     "network": 879,  # listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
     "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
