@@ -29,8 +29,12 @@ from areal_lora.config.sections.task import (
     AgentWorkflowConfig,
     ClientWorkflowConfig,
     CustomWorkflowConfig,
+    EndpointWorkflow,
+    EnvironmentWorkflowConfig,
+    McpWorkflowConfig,
     MultiTurnWorkflowConfig,
     SingleTurnWorkflowConfig,
+    WorkerWorkflow,
     WorkflowConfig,
 )
 from areal_lora.run_folder.paths import RunFolder
@@ -38,9 +42,10 @@ from areal_lora.run_folder.paths import RunFolder
 # fmt: off
 __all__ = [
     "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig", "ClusterConfig", "Config",
-    "CustomWorkflowConfig", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig",
-    "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig",
-    "WeightSyncConfig", "WorkflowConfig",
+    "CustomWorkflowConfig", "EndpointWorkflow", "EnvironmentWorkflowConfig", "EvalConfig", "McpWorkflowConfig",
+    "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig",
+    "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflow",
+    "WorkflowConfig",
 ]
 # fmt: on
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
@@ -110,15 +110,40 @@ class CustomWorkflowConfig(Section):
     arguments: Arguments = Field({}, description="Keyword arguments of the factory.")
 
 
-class AgentWorkflowConfig(Section):
-    kind: Literal["agent"] = "agent"
-    path: str
-    """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
-    endpoint in `task` with the key in `task`."""
+class EndpointWorkflow(Section):
+    """Settings of workflows whose code calls the OpenAI endpoint."""
+
     tool_parser: str | None = None
     """What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, `llama3_json`, ...), or
     `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. If unset, requests with tools are
     refused."""
+
+
+class AgentWorkflowConfig(EndpointWorkflow):
+    kind: Literal["agent"] = "agent"
+    path: str
+    """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
+    endpoint in `task` with the key in `task`."""
+
+
+class WorkerWorkflow(EndpointWorkflow):
+    """Settings of workflows that run in worker processes (`rollout.environment_workers`)."""
+
+    kind: str
+    python: str | None = Field(None, description="Interpreter of the environment's workers; this one if unset.")
+    workers: PositiveInt = Field(1, description="Worker processes; each runs many samples at a time.")
+
+
+class EnvironmentWorkflowConfig(WorkerWorkflow):
+    kind: Literal["verifiers", "gym"] = "verifiers"
+    """`gym`: a class with gymnasium's `reset` and `step`, whose observations are texts."""
+    env: str = Field(description="Name of the verifiers taskset; `package.module:name` or `file.py:name` of the class.")
+    args: dict[str, JsonValue] = Field({}, description="Keys of the verifiers environment; arguments of the class.")
+
+
+class McpWorkflowConfig(WorkerWorkflow):
+    kind: Literal["mcp"] = "mcp"
+    servers: list[str] = Field(min_length=1, description="URLs of MCP servers, or commands that start one per sample.")
 
 
 class ClientWorkflowConfig(Section):
@@ -132,6 +157,8 @@ WorkflowConfig = Annotated[
     | MultiTurnWorkflowConfig
     | CustomWorkflowConfig
     | AgentWorkflowConfig
+    | EnvironmentWorkflowConfig
+    | McpWorkflowConfig
     | SkipJsonSchema[ClientWorkflowConfig],
     Field(discriminator="kind"),
 ]
