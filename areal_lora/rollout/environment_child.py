@@ -152,13 +152,12 @@ class Mcp:
                     sessions[tool.name] = session
                     tools.append({"type": "function", "function": function})
             prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat, n_calls = Chat(task, *prompt), 0
+            chat = Chat(task, *prompt)
             while (message := await chat.answer(tools)) is not None and message.get("tool_calls"):
                 for call in message["tool_calls"]:
                     text = await _tool_text(sessions, call["function"])
                     chat.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-                    n_calls += 1
-            return {"metrics": {"tool_calls": n_calls}}
+            return {}
 
 
 @asynccontextmanager
@@ -255,49 +254,55 @@ def write(stream: BinaryIO, message: dict[str, Any]) -> None:
     stream.flush()
 
 
-async def sample(environment: Any, message: dict[str, Any], replies: BinaryIO) -> None:
-    task = SimpleNamespace(**message["task"])
-    task.sample = SimpleNamespace(**task.sample)
-    answer: dict[str, Any]
-    try:
-        answer = await environment.play(task)
-    except asyncio.CancelledError:
-        answer = {"error": "cancelled"}
-    except (Exception, SystemExit) as error:  # fault boundary: environments may fail in any way  # noqa: BLE001
-        traceback.print_exc()
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        answer = {"error": f"{type(error).__name__}: {error} ({where})", "mistake": isinstance(error, MISTAKES)}
-    write(replies, {"number": message["number"], **answer})
+def told(error: BaseException) -> dict[str, Any]:
+    """The error for the parent; its traceback for the log."""
+    traceback.print_exception(type(error), error, error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return {"error": f"{type(error).__name__}: {error}{where}", "mistake": isinstance(error, MISTAKES)}
 
 
 async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
-    running = dict[int, asyncio.Task[None]]()
+    running = dict[int, asyncio.Task[dict[str, Any]]]()
 
     def receive() -> None:
         while (message := read(requests)) is not None:
             loop.call_soon_threadsafe(queue.put_nowait, message)
         os.killpg(0, signal.SIGKILL)  # the parent has ended
 
-    try:
-        environment = await called(KINDS[setup["kind"]], setup)
-        async with environment.opened():
-            write(replies, {"number": 0})
-            threading.Thread(target=receive, daemon=True).start()
-            while True:
-                message = await queue.get()
-                number = message["number"]
-                if message["task"] is None:
-                    if number in running:  # else it has just been answered
-                        running[number].cancel()
-                    continue
-                running[number] = asyncio.create_task(sample(environment, message, replies))
-                running[number].add_done_callback(functools.partial(lambda n, _: running.pop(n), number))
-    except Exception as error:  # fault boundary: user code may fail in any way while it is loaded  # noqa: BLE001
-        traceback.print_exc()
-        write(replies, {"number": 0, "error": f"{type(error).__name__}: {error}"})
+    def answer(number: int, ended: "asyncio.Task[dict[str, Any]]") -> None:
+        del running[number]
+        if ended.cancelled():
+            played: dict[str, Any] = {"error": "cancelled"}
+        else:
+            error = ended.exception()
+            played = ended.result() if error is None else told(error)
+        write(replies, {"number": number, **played})
+
+    environment = await called(KINDS[setup["kind"]], setup)
+    async with environment.opened():
+        write(replies, {"number": 0})
+        threading.Thread(target=receive, daemon=True).start()
+        while True:
+            message = await queue.get()
+            number = message["number"]
+            if message["task"] is not None:
+                task = SimpleNamespace(**message["task"])
+                task.sample = SimpleNamespace(**task.sample)
+                running[number] = asyncio.create_task(environment.play(task))
+                running[number].add_done_callback(functools.partial(answer, number))
+            elif number in running:  # else it has just been answered
+                running[number].cancel()
+
+
+async def serve_until_error(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
+    serving = asyncio.create_task(serve(setup, requests, replies))
+    await asyncio.wait({serving})
+    error = serving.exception()
+    assert error is not None  # it has no other end
+    write(replies, {"number": 0, **told(error)})
 
 
 def main() -> None:
@@ -308,8 +313,10 @@ def main() -> None:
     os.dup2(2, 1)
     setup = read(requests)
     if setup is not None:
+        # Programs of the interpreter's environment come first, as after its `activate`.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         sys.path += [folder for folder in setup["search_path"] if folder not in sys.path]
-        asyncio.run(serve(setup["settings"], requests, replies))
+        asyncio.run(serve_until_error(setup["settings"], requests, replies))
 
 
 if __name__ == "__main__":

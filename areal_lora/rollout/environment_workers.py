@@ -37,7 +37,7 @@ CANCEL_S = 10.0
 LARGEST_BYTES = 16 << 20
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a worker: its section of the configuration, and folders of modules."""
 
     settings: dict[str, Any]
@@ -52,7 +52,7 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `Play`, and with number 0 to `Setup`. Without a reward the configured one scores the sample.
+    """Answer to `Play`, and with number 0 to `WorkerSetup`. Without a reward the configured one scores the sample.
 
     ``mistake``: ``error`` is one of the code's, which another try repeats.
     """
@@ -151,7 +151,7 @@ class _Worker:
         except OSError as error:
             raise ConfigError("workflow.python", f"{argv[0]} cannot be started: {error}", "name a Python") from error
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
-        self._send(process, Setup(settings=chosen.model_dump(mode="json"), search_path=search_path))
+        self._send(process, WorkerSetup(settings=chosen.model_dump(mode="json"), search_path=search_path))
         try:
             async with asyncio.timeout(START_S):
                 started = await _received(process)
@@ -162,7 +162,7 @@ class _Worker:
             raise ConfigError("workflow", f"a worker of kind {chosen.kind}: {started.error}", "correct the environment")
         return process
 
-    def _send(self, process: Process, message: Setup | Play) -> None:
+    def _send(self, process: Process, message: WorkerSetup | Play) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
         assert process.stdin is not None
         body = msgspec.json.encode(message)

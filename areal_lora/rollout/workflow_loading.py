@@ -71,11 +71,15 @@ def build_workflow(
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
         case config.EndpointWorkflow():
-            assert isinstance(chosen, config.AgentWorkflowConfig) or workers is not None
+            if isinstance(chosen, config.AgentWorkflowConfig):
+                agent = _callable(chosen.path)
+            else:
+                assert workers is not None
+                agent = workers.play
             return AgentWorkflow(
                 context=context,
                 sessions=sessions,
-                agent=_callable(chosen.path) if isinstance(chosen, config.AgentWorkflowConfig) else workers.play,
+                agent=agent,
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder) if folder else None,
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,25 @@ class Letters:
         return "more", float(sum(map(str.isupper, action))), self.turns == 2, False, {}
 
 
-class Python(Letters):
-    """Its only answer's reward is 3 if it runs in ``python``, and no module of the package can be imported."""
+class Problem(Letters):
+    """The row's problem, twice; an answer earns a point for every ``=``."""
 
-    def __init__(self, python: str) -> None:
-        import sys
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        self.problem = options["prompt"]
+        return self.problem, {}
 
-        import importlib.util
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return f"\n{self.problem}", float(action.count("=")), False, self.turns == 2, {}
 
+
+class Elsewhere(Letters):
+    """Its only answer's reward is 3 in the virtual environment ``prefix``, where the package cannot be imported."""
+
+    def __init__(self, prefix: str) -> None:
         super().__init__()
-        self.right = sys.prefix == python and importlib.util.find_spec("areal_lora") is None
+        self.right = sys.prefix == prefix and importlib.util.find_spec("areal_lora") is None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", 3.0 * self.right, True, False, {}
@@ -55,14 +66,14 @@ class Killed(Letters):
 
 
 class Hangs(Letters):
-    """Its first sample never ends; ``marks`` as of `Killed`."""
+    """Its first sample never ends; ``marks`` has one file for every answer."""
 
     def __init__(self, marks: str) -> None:
         super().__init__()
-        self.hangs = not any(Path(marks).iterdir())
-        (Path(marks) / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+        self.marks, self.hangs = Path(marks), not any(Path(marks).iterdir())
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        (self.marks / f"{os.getpid()}-{time.monotonic_ns()}").touch()
         while self.hangs:
             time.sleep(1)
         return super().step(action)

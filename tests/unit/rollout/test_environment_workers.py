@@ -1,8 +1,11 @@
-"""Workers with real processes and pipes; their completions come from the real endpoint, with a fake server behind it."""
+"""Workers with real processes and pipes; completions come from the real endpoint, with a fake server behind it."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import sys
+import venv
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.errors import ConfigError
-from areal_lora.rollout import environment_workers
+from areal_lora.rollout import environment_child, environment_workers
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
@@ -68,6 +71,23 @@ def test_a_gym_class_is_one_trajectory_per_sample_of_the_tokens_that_were_sample
         assert t.token_ids == [ord(c) for c in text]
         assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
         assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+
+
+def test_a_worker_needs_nothing_of_its_interpreter_but_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # modules of the working folder can be imported
+    venv.create(tmp_path / "venv")
+    chosen = gym("Elsewhere", args={"prefix": f"{tmp_path}/venv"}, python=f"{tmp_path}/venv/bin/python")
+    assert [t.reward for t in episode(chosen).group.trajectories] == [3.0, 3.0]
+
+
+def test_a_worker_runs_under_python_3_10() -> None:
+    source = Path(environment_child.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source, feature_version=(3, 10))
+    named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    named += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in named} <= sys.stdlib_module_names
 
 
 def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
