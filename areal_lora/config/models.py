@@ -30,11 +30,9 @@ from areal_lora.config.sections.task import (
     ClientWorkflowConfig,
     CustomWorkflowConfig,
     EndpointWorkflow,
-    EnvironmentWorkflowConfig,
-    McpWorkflowConfig,
     MultiTurnWorkflowConfig,
     SingleTurnWorkflowConfig,
-    WorkerWorkflow,
+    WorkerWorkflowConfig,
     WorkflowConfig,
 )
 from areal_lora.run_folder.paths import RunFolder
@@ -42,10 +40,9 @@ from areal_lora.run_folder.paths import RunFolder
 # fmt: off
 __all__ = [
     "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig", "ClusterConfig", "Config",
-    "CustomWorkflowConfig", "EndpointWorkflow", "EnvironmentWorkflowConfig", "EvalConfig", "McpWorkflowConfig",
-    "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig",
-    "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflow",
-    "WorkflowConfig",
+    "CustomWorkflowConfig", "EndpointWorkflow", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig",
+    "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig",
+    "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig", "WorkflowConfig",
 ]
 # fmt: on
 

@@ -254,7 +254,7 @@ def write(stream: BinaryIO, message: dict[str, Any]) -> None:
     stream.flush()
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, Any]:
     """The error for the parent; its traceback for the log."""
     traceback.print_exception(type(error), error, error.__traceback__)
     frames = traceback.extract_tb(error.__traceback__)
@@ -278,7 +278,7 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
             played: dict[str, Any] = {"error": "cancelled"}
         else:
             error = ended.exception()
-            played = ended.result() if error is None else told(error)
+            played = ended.result() if error is None else failure(error)
         write(replies, {"number": number, **played})
 
     environment = await called(KINDS[setup["kind"]], setup)
@@ -302,7 +302,7 @@ async def serve_until_error(setup: dict[str, Any], requests: BinaryIO, replies: 
     await asyncio.wait({serving})
     error = serving.exception()
     assert error is not None  # it has no other end
-    write(replies, {"number": 0, **told(error)})
+    write(replies, {"number": 0, **failure(error)})
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.task import WorkerWorkflow
+from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
@@ -37,7 +37,7 @@ CANCEL_S = 10.0
 LARGEST_BYTES = 16 << 20
 
 
-class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a worker: its section of the configuration, and folders of modules."""
 
     settings: dict[str, Any]
@@ -51,8 +51,8 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
     task: dict[str, Any] | None = None
 
 
-class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `Play`, and with number 0 to `WorkerSetup`. Without a reward the configured one scores the sample.
+class PlayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
     ``mistake``: ``error`` is one of the code's, which another try repeats.
     """
@@ -72,7 +72,7 @@ class EnvironmentWorkers:
 
     def __init__(self, chosen: Section) -> None:
         self._workers = list[_Worker]()
-        if isinstance(chosen, WorkerWorkflow):
+        if isinstance(chosen, WorkerWorkflowConfig):
             self._workers += (_Worker(chosen) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
@@ -96,13 +96,13 @@ class EnvironmentWorkers:
 class _Worker:
     """One process, and the next one after its end. ``_results`` are by the number of a sample that runs in it."""
 
-    def __init__(self, chosen: WorkerWorkflow) -> None:
+    def __init__(self, chosen: WorkerWorkflowConfig) -> None:
         self._chosen = chosen
         self._process: Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
-        self._results: dict[int, asyncio.Future[Played]] = {}
+        self._results: dict[int, asyncio.Future[PlayResult]] = {}
         self.n_running = 0
 
     async def play(self, task: AgentTask) -> Score | None:
@@ -119,8 +119,8 @@ class _Worker:
             raise GenerationFault(FaultKind.ENVIRONMENT, str(error)) from error
         number = next(self._numbers)
         self._results[number] = result = asyncio.get_running_loop().create_future()
-        told = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
-        self._send(process, Play(number=number, task=told))
+        fields = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
+        self._send(process, Play(number=number, task=fields))
         try:
             played = await result
         except asyncio.CancelledError:
@@ -151,18 +151,20 @@ class _Worker:
         except OSError as error:
             raise ConfigError("workflow.python", f"{argv[0]} cannot be started: {error}", "name a Python") from error
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
-        self._send(process, WorkerSetup(settings=chosen.model_dump(mode="json"), search_path=search_path))
+        self._send(process, WorkflowSetup(settings=chosen.model_dump(mode="json"), search_path=search_path))
         try:
             async with asyncio.timeout(START_S):
                 started = await _received(process)
         except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
-            started = Played(number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason")
+            started = PlayResult(
+                number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
+            )
         if started.error:
             await _kill(process)
             raise ConfigError("workflow", f"a worker of kind {chosen.kind}: {started.error}", "correct the environment")
         return process
 
-    def _send(self, process: Process, message: WorkerSetup | Play) -> None:
+    def _send(self, process: Process, message: WorkflowSetup | Play) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
         assert process.stdin is not None
         body = msgspec.json.encode(message)
@@ -191,13 +193,13 @@ class _Worker:
             await self._reader
 
 
-async def _received(process: Process) -> Played:
+async def _received(process: Process) -> PlayResult:
     stream = process.stdout
     assert stream is not None
     size = int.from_bytes(await stream.readexactly(4), "big")
     if size > LARGEST_BYTES:
         raise msgspec.DecodeError(f"a message of {size} bytes")
-    return msgspec.json.decode(await stream.readexactly(size), type=Played)
+    return msgspec.json.decode(await stream.readexactly(size), type=PlayResult)
 
 
 def _kill_group(process: Process) -> None:

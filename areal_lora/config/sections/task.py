@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, JsonValue, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
@@ -114,9 +114,7 @@ class EndpointWorkflow(Section):
     """Settings of workflows whose code calls the OpenAI endpoint."""
 
     tool_parser: str | None = None
-    """What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, `llama3_json`, ...), or
-    `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. If unset, requests with tools are
-    refused."""
+    """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
 
 
 class AgentWorkflowConfig(EndpointWorkflow):
@@ -126,24 +124,22 @@ class AgentWorkflowConfig(EndpointWorkflow):
     endpoint in `task` with the key in `task`."""
 
 
-class WorkerWorkflow(EndpointWorkflow):
-    """Settings of workflows that run in worker processes (`rollout.environment_workers`)."""
+class WorkerWorkflowConfig(EndpointWorkflow):
+    """An environment of others, in worker processes (`rollout.environment_workers`)."""
 
-    kind: str
-    python: str | None = Field(None, description="Interpreter of the environment's workers; this one if unset.")
-    workers: PositiveInt = Field(1, description="Worker processes; each runs many samples at a time.")
+    kind: Literal["verifiers", "gym", "mcp"] = "verifiers"
+    env: str | None = Field(None, description="Taskset (`verifiers`), or `file.py:Class` (`gym`).")
+    args: dict[str, Any] = Field({}, description="Keys of the verifiers environment, arguments of the class.")
+    servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
+    python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
+    workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
 
-
-class EnvironmentWorkflowConfig(WorkerWorkflow):
-    kind: Literal["verifiers", "gym"] = "verifiers"
-    """`gym`: a class with gymnasium's `reset` and `step`, whose observations are texts."""
-    env: str = Field(description="Name of the verifiers taskset; `package.module:name` or `file.py:name` of the class.")
-    args: dict[str, JsonValue] = Field({}, description="Keys of the verifiers environment; arguments of the class.")
-
-
-class McpWorkflowConfig(WorkerWorkflow):
-    kind: Literal["mcp"] = "mcp"
-    servers: list[str] = Field(min_length=1, description="URLs of MCP servers, or commands that start one per sample.")
+    @model_validator(mode="after")
+    def _names_its_environment(self) -> Self:
+        needed, other = ("servers", "env") if self.kind == "mcp" else ("env", "servers")
+        if not getattr(self, needed) or getattr(self, other):
+            raise ValueError(f"kind {self.kind} needs {needed} and takes no {other}: set {needed} alone")
+        return self
 
 
 class ClientWorkflowConfig(Section):
@@ -157,8 +153,7 @@ WorkflowConfig = Annotated[
     | MultiTurnWorkflowConfig
     | CustomWorkflowConfig
     | AgentWorkflowConfig
-    | EnvironmentWorkflowConfig
-    | McpWorkflowConfig
+    | WorkerWorkflowConfig
     | SkipJsonSchema[ClientWorkflowConfig],
     Field(discriminator="kind"),
 ]

@@ -141,6 +141,7 @@ def test_an_error_of_the_class_is_a_fault_of_the_environment_with_its_line() -> 
         (gym("Missing"), "has no attribute 'Missing'"),
         (gym("Letters", python="/no/python"), "cannot be started"),
         ({"kind": "verifiers", "env": "x", "python": "/bin/false"}, "does not start"),
+        ({"kind": "verifiers", "env": "x"}, "No module named 'verifiers'"),
     ],
 )
 def test_what_cannot_be_loaded_is_reported_before_the_first_sample(chosen: dict[str, Any], reason: str) -> None:
