@@ -43,7 +43,7 @@ LINES = {
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 6687,  # answers in columns; dropped groups; kept turns; worker processes, environments of three kinds
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
-    "service": 5575,  # a quota of workers; refusals of AdamW's values name their field; the log is cut where it is durable
+    "service": 5575,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3276,  # the time of scoring
     "trainer": 3915,  # parts of a batch; which passes join; states copied between operations; entropies of a step
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
