@@ -17,13 +17,14 @@ import signal
 import sys
 from asyncio.subprocess import Process
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import msgspec
 
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, undo_on_error
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentTask, WorkerLost
@@ -98,9 +99,8 @@ class _Worker:
 
     def __init__(self, chosen: WorkerWorkflowConfig) -> None:
         self._chosen = chosen
-        self._process: Process | None = None
+        self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._results: dict[int, asyncio.Future[PlayResult]] = {}
         self.n_running = 0
@@ -117,9 +117,11 @@ class _Worker:
             process = await self.ready()
         except ConfigError as error:  # it has started before: this is no reason to end the run
             raise GenerationFault(FaultKind.ENVIRONMENT, str(error)) from error
+        if self._running is None:
+            raise WorkerLost("its worker process ended before the sample started")
+        fields = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
         number = next(self._numbers)
         self._results[number] = result = asyncio.get_running_loop().create_future()
-        fields = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
         self._send(process, Play(number=number, task=fields))
         try:
             played = await result
@@ -133,12 +135,13 @@ class _Worker:
         return None if played.reward is None else replace(given_score(played.reward), components=played.metrics)
 
     async def ready(self) -> Process:
-        """The process, started if none runs. Raises ConfigError where it cannot be started."""
-        async with self._starting:
-            if self._process is None:
-                self._process = process = await self._started()
-                self._reader = watched_task("environment-worker", lambda: self._read(process))
-            return self._process
+        """The process, started if none runs. Raises ConfigError where it cannot be started.
+
+        A start goes on when the sample that it is for is cancelled: it may take longer than a sample.
+        """
+        if self._running is None or (self._running.done() and (self._running.cancelled() or self._running.exception())):
+            self._running = asyncio.create_task(self._started())
+        return await asyncio.shield(self._running)
 
     async def _started(self) -> Process:
         chosen = self._chosen
@@ -150,6 +153,14 @@ class _Worker:
             )
         except OSError as error:
             raise ConfigError("workflow.python", f"{argv[0]} cannot be started: {error}", "name a Python") from error
+        with undo_on_error(partial(_kill_group, process)):
+            await self._set_up(process)
+        self._reader = watched_task("environment-worker", partial(self._read, process))
+        return process
+
+    async def _set_up(self, process: Process) -> None:
+        """Raises ConfigError where the environment cannot be loaded."""
+        chosen = self._chosen
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
         self._send(process, WorkflowSetup(settings=chosen.model_dump(mode="json"), search_path=search_path))
         try:
@@ -160,9 +171,7 @@ class _Worker:
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
             )
         if started.error:
-            await _kill(process)
             raise ConfigError("workflow", f"a worker of kind {chosen.kind}: {started.error}", "correct the environment")
-        return process
 
     def _send(self, process: Process, message: WorkflowSetup | Play) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
@@ -177,19 +186,23 @@ class _Worker:
                 played = await _received(process)
                 if (result := self._results.pop(played.number, None)) is not None and not result.done():
                     result.set_result(played)
-        self._process, lost, self._results = None, self._results, {}
-        await _kill(process)
+        self._running, lost, self._results = None, self._results, {}
+        _kill_group(process)
+        await process.wait()
         for result in lost.values():
             if not result.done():
                 result.set_exception(WorkerLost(f"its worker process ended with status {process.returncode}"))
 
     def _kill_if_running(self, process: Process, number: int) -> None:
-        if process is self._process and number in self._results:
+        if number in self._results:  # else it has ended, or its process has
             _kill_group(process)
 
     async def close(self) -> None:
-        if self._process is not None and self._reader is not None:
-            _kill_group(self._process)
+        if self._running is None:
+            return
+        if not self._running.cancel() and not self._running.cancelled() and self._running.exception() is None:
+            _kill_group(self._running.result())
+        if self._reader is not None:
             await self._reader
 
 
@@ -205,8 +218,3 @@ async def _received(process: Process) -> PlayResult:
 def _kill_group(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _kill(process: Process) -> None:
-    _kill_group(process)
-    await process.wait()

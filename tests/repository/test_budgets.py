@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6687,  # answers in columns; dropped groups; kept turns; worker processes, environments of three kinds
+    "rollout": 6695,  # answers in columns; dropped groups; kept turns; worker processes, environments of three kinds
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
     "service": 5575,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3276,  # the time of scoring
