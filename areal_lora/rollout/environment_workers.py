@@ -137,7 +137,7 @@ class _Worker:
     async def ready(self) -> Process:
         """The process, started if none runs. Raises ConfigError where it cannot be started.
 
-        A start goes on when the sample that it is for is cancelled: it may take longer than a sample.
+        A start continues when the sample that it is for is cancelled: it may take longer than a sample.
         """
         if self._running is None or (self._running.done() and (self._running.cancelled() or self._running.exception())):
             self._running = asyncio.create_task(self._started())
