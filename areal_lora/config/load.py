@@ -390,13 +390,13 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
         for j, _ in enumerate(sets if isinstance(sets, list) else []):
             spots += [("adapters", i, "evals", j, "task", key) for key in ("train", "eval", "keep")]
         keys = ("task.train", "task.eval", "task.keep", "init_from", "reward.path", "workflow.path")
-        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.environment")]
+        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.environment", "workflow.env")]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
     for spot in spots:
         holder = models.value_at(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
-        if not isinstance(value, str):
+        if not isinstance(value, str) or (spot[-1] == "env" and ".py:" not in value):  # else a package's name
             continue
         if Path(value).expanduser().is_absolute():
             holder[spot[-1]] = str(Path(value).expanduser()) if value.startswith("~") else value

@@ -29,8 +29,10 @@ from areal_lora.config.sections.task import (
     AgentWorkflowConfig,
     ClientWorkflowConfig,
     CustomWorkflowConfig,
+    EndpointWorkflow,
     MultiTurnWorkflowConfig,
     SingleTurnWorkflowConfig,
+    WorkerWorkflowConfig,
     WorkflowConfig,
 )
 from areal_lora.run_folder.paths import RunFolder
@@ -38,9 +40,9 @@ from areal_lora.run_folder.paths import RunFolder
 # fmt: off
 __all__ = [
     "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig", "ClusterConfig", "Config",
-    "CustomWorkflowConfig", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig",
-    "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig",
-    "WeightSyncConfig", "WorkflowConfig",
+    "CustomWorkflowConfig", "EndpointWorkflow", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig",
+    "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig",
+    "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig", "WorkflowConfig",
 ]
 # fmt: on
 

@@ -13,9 +13,9 @@ sent when it is whole: its events are those of OpenAI, but the first one comes a
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
 from areal_lora.rollout.user_code import call
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
+from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Cause, Outcome, Sample, TrajectoryGroup
 
 
@@ -50,6 +51,17 @@ class AgentTask:
     model: str
     sample: Sample
     timeout_s: float
+
+
+class WorkerLost(GenerationFault):
+    """The process that ran an agent has ended. Only its sample is repeated."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FaultKind.ENVIRONMENT, detail)
+
+
+SAMPLE_TRIES = 3
+"""Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -92,13 +104,22 @@ class AgentWorkflow:
 
     async def _sample(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
-    ) -> tuple[Session, float | None]:
+    ) -> tuple[Session, float | Score | None]:
+        """A worker's end repeats the sample, in a new session: what the lost one sampled is not trained on."""
+        for _ in range(SAMPLE_TRIES - 1):
+            with contextlib.suppress(WorkerLost):
+                return await self._tried(context, prompt, ref, i, seed)
+        return await self._tried(context, prompt, ref, i, seed)
+
+    async def _tried(
+        self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
+    ) -> tuple[Session, float | Score | None]:
         session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
         try:
             reward = await self._played(session, prompt)
             if not session.conversations:
                 raise GenerationFault(FaultKind.AGENT, "the agent ended without a completion")
-            if not isinstance(reward, int | float | None):
+            if not isinstance(reward, int | float | Score | None):
                 what = type(reward).__name__
                 raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None", Cause.CODE)
         except GenerationFault as fault:
@@ -143,7 +164,7 @@ Body = dict[str, Any]
 _Handler = Callable[[Session, Request], Coroutine[Any, Any, Response]]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def agent_gateway() -> AsyncIterator[Sessions]:
     """Serve the agents of the sessions, at their ``port``, inside the block."""
     sessions = Sessions()

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config, EndpointWorkflow, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
@@ -36,6 +36,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
@@ -121,10 +122,11 @@ class SharedResources:
     places: EvalPlaces
 
     async def runtime(self, part: AdapterData, stack: AsyncExitStack) -> AdapterRuntime:
-        """Start the scorers of an adapter, which end with ``stack``, and build what rolls out for it."""
+        """Start the scorers and workers of an adapter, which end with ``stack``, and build what rolls out for it."""
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run = adapter_run(self.config, adapter)
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=self.run_folder.path))
+        workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
         n_samples = sampling.n_samples + adapter.algorithm.has_baseline
         capacity = Capacity(sequences=rollout.max_num_seqs, n_samples=n_samples)
         context = WorkflowContext(
@@ -135,7 +137,7 @@ class SharedResources:
             max_model_len=rollout.max_model_len,
         )
         evaluator = build_evaluator(
-            self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder
+            self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder, workers
         )
         evaluator.base = self.base
         tasks = dict[int, asyncio.Task[None]]()
@@ -143,6 +145,10 @@ class SharedResources:
         def cancel(ticket: Ticket) -> None:
             if (task := tasks.get(ticket.seq)) is not None:  # else it has ended without a report
                 task.cancel()
+
+        async def close() -> None:
+            await scorer.close()
+            await workers.close()
 
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
         feed = AdapterFeed(
@@ -165,8 +171,8 @@ class SharedResources:
             seed=run.seed,
             capacity=capacity,
             weight=adapter.weight,
-            close=scorer.close,
-            workflow=build_training(adapter, context, self.sessions, self.run_folder),
+            close=close,
+            workflow=build_training(adapter, context, self.sessions, self.run_folder, workers),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
             texts=bool(self.config.run.keep_rollouts_mib),
@@ -202,7 +208,7 @@ async def serve(
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
-        if config.service or any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
+        if config.service or any(isinstance(part.config.workflow, EndpointWorkflow) for part in data):
             sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
@@ -256,6 +262,7 @@ def build_evaluator(
     sessions: Sessions,
     places: EvalPlaces,
     folder: RunFolder | None = None,
+    workers: EnvironmentWorkers | None = None,
 ) -> Evaluator:
     """``client`` has been entered. Conversations of agents are kept in ``folder``.
 
@@ -268,7 +275,9 @@ def build_evaluator(
         )
         for each in sets
     }
-    workflows = {each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder) for each in sets}
+    workflows = {
+        each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder, workers) for each in sets
+    }
     return Evaluator(
         reward_kind=adapter.rewards[0].kind,
         sets=sets,

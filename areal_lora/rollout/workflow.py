@@ -178,7 +178,7 @@ class WorkflowContext:
             prefill=self.formatter.prefill,
         )
 
-    async def scores(self, given: Sequence[tuple[ScoreItem, float | None]]) -> list[Score]:
+    async def scores(self, given: Sequence[tuple[ScoreItem, float | Score | None]]) -> list[Score]:
         """Of items with the rewards that user code gave; without one (None) the configured reward scores."""
         left = [item for item, reward in given if reward is None]
         scored = iter(await self.score(left) if left else ())
@@ -237,8 +237,10 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
     return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
 
 
-def given_score(reward: float) -> Score:
+def given_score(reward: float | Score) -> Score:
     """A reward that user code gave; one that is not finite is an error, as from a scorer. A bool is also `correct`."""
+    if isinstance(reward, Score):
+        return reward
     try:
         value = float(reward)
     except OverflowError:  # an int that no float can hold

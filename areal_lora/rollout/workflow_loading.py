@@ -15,6 +15,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
@@ -23,16 +24,21 @@ from areal_lora.types import AdapterRef, Outcome
 
 
 def build_training(
-    adapter: config.AdapterConfig, context: flow.WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+    adapter: config.AdapterConfig,
+    context: flow.WorkflowContext,
+    sessions: Sessions,
+    folder: RunFolder | None = None,
+    workers: EnvironmentWorkers | None = None,
 ) -> flow.Workflow:
     """The adapter's workflow for training: given answers for the first versions, then its own. Raises ConfigError.
 
     Its groups have the baseline that the algorithm compares with, if it does.
     """
-    rollouts = build_workflow(adapter.workflow, context, sessions, folder)
+    rollouts = build_workflow(adapter.workflow, context, sessions, folder, workers)
     if adapter.algorithm.has_baseline:
         alone = replace(context, sampling=flow.greedy(context.sampling))
-        rollouts = flow.WithBaseline(answers=rollouts, greedy=build_workflow(adapter.workflow, alone, sessions, folder))
+        greedy = build_workflow(adapter.workflow, alone, sessions, folder, workers)
+        rollouts = flow.WithBaseline(answers=rollouts, greedy=greedy)
     if not adapter.sft.steps:
         return rollouts
     return flow.GivenFirst(
@@ -41,11 +47,16 @@ def build_training(
 
 
 def build_workflow(
-    chosen: config.WorkflowConfig, context: flow.WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+    chosen: config.WorkflowConfig,
+    context: flow.WorkflowContext,
+    sessions: Sessions,
+    folder: RunFolder | None = None,
+    workers: EnvironmentWorkers | None = None,
 ) -> flow.Workflow:
     """Import what ``chosen`` names and build it. Raises ConfigError.
 
-    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``.
+    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Environments of others
+    run in ``workers``.
     """
     match chosen:
         case config.SingleTurnWorkflowConfig():
@@ -59,11 +70,16 @@ def build_workflow(
             )
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
-        case config.AgentWorkflowConfig():
+        case config.EndpointWorkflow():
+            if isinstance(chosen, config.AgentWorkflowConfig):
+                agent = _callable(chosen.path)
+            else:
+                assert workers is not None
+                agent = workers.play
             return AgentWorkflow(
                 context=context,
                 sessions=sessions,
-                agent=_callable(chosen.path),
+                agent=agent,
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder) if folder else None,
             )

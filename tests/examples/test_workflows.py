@@ -6,10 +6,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.models import (
+    AgentWorkflowConfig,
+    CustomWorkflowConfig,
+    MultiTurnWorkflowConfig,
+    WorkerWorkflowConfig,
+    WorkflowConfig,
+)
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import agent_gateway
@@ -63,6 +70,14 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
         for i, workflow in enumerate(chosen)
     ]
     assert rewards == [0.25, 1.0, 1.0]
+
+
+def test_the_documentations_environment_is_read() -> None:
+    page = ALL_EXAMPLES.parent / "docs" / "en" / "tasks.md"
+    (shown,) = (block for block in blocks(page, "Environments of others") if block.language == "yaml")
+    workflow = load_config([*BASE, yaml.safe_load(shown.text)]).adapters[0].workflow
+    assert isinstance(workflow, WorkerWorkflowConfig)
+    assert (workflow.kind, workflow.env, workflow.workers) == ("verifiers", "gsm8k", 4)
 
 
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (ALL_EXAMPLES / "workflows").glob("*.yaml")))

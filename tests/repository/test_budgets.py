@@ -27,8 +27,8 @@ LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
     "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2298,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; pages; two versions in a chat
-    "config": 4336,  # engine_args; rollout.remote; groups of a job; trackers, page, cp, fsdp_shard, max_behind, profile
+    "cli": 2300,  # serve-remote; sweep; plan --simulate; pages; two versions in a chat; workers in eval
+    "config": 4367,  # engine_args; remote; groups of a job; trackers, page, cp, fsdp_shard; environments of others
     "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
     "distributed": 383,  # scatter
     "doctor": 1021,
@@ -41,9 +41,9 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6104,  # answers in columns and over restarts; dropped groups; conversations on a server; kept turns
+    "rollout": 6695,  # answers in columns; dropped groups; kept turns; worker processes, environments of three kinds
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
-    "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
+    "service": 5575,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3276,  # the time of scoring
     "trainer": 3915,  # parts of a batch; which passes join; states copied between operations; entropies of a step
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings

@@ -110,15 +110,36 @@ class CustomWorkflowConfig(Section):
     arguments: Arguments = Field({}, description="Keyword arguments of the factory.")
 
 
-class AgentWorkflowConfig(Section):
+class EndpointWorkflow(Section):
+    """Settings of workflows whose code calls the OpenAI endpoint."""
+
+    tool_parser: str | None = None
+    """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
+
+
+class AgentWorkflowConfig(EndpointWorkflow):
     kind: Literal["agent"] = "agent"
     path: str
     """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
     endpoint in `task` with the key in `task`."""
-    tool_parser: str | None = None
-    """What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, `llama3_json`, ...), or
-    `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. If unset, requests with tools are
-    refused."""
+
+
+class WorkerWorkflowConfig(EndpointWorkflow):
+    """An environment of others, in worker processes (`rollout.environment_workers`)."""
+
+    kind: Literal["verifiers", "gym", "mcp"] = "verifiers"
+    env: str | None = Field(None, description="Taskset (`verifiers`), or `file.py:Class` (`gym`).")
+    args: dict[str, Any] = Field({}, description="Keys of the verifiers environment, arguments of the class.")
+    servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
+    python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
+    workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
+
+    @model_validator(mode="after")
+    def _names_its_environment(self) -> Self:
+        needed, other = ("servers", "env") if self.kind == "mcp" else ("env", "servers")
+        if not getattr(self, needed) or getattr(self, other):
+            raise ValueError(f"kind {self.kind} needs {needed} and takes no {other}: set {needed} alone")
+        return self
 
 
 class ClientWorkflowConfig(Section):
@@ -132,6 +153,7 @@ WorkflowConfig = Annotated[
     | MultiTurnWorkflowConfig
     | CustomWorkflowConfig
     | AgentWorkflowConfig
+    | WorkerWorkflowConfig
     | SkipJsonSchema[ClientWorkflowConfig],
     Field(discriminator="kind"),
 ]

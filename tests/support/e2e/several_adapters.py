@@ -60,16 +60,23 @@ class Ended:
         return [record for record in records(self.folder.path) if record["kind"] == "step"]
 
 
-def run(root: Path, name: str, adapters: list[dict[str, Any]], *swept: str) -> Ended:
+def run(
+    root: Path,
+    name: str,
+    adapters: list[dict[str, Any]],
+    *swept: str,
+    model: Path = EXAMPLES / "tiny_model",
+    cwd: Path = ROOT,
+) -> Ended:
     """A run of ``adapters``; a sweep of the only one where overrides and options of a sweep are given."""
     base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
-    base["model"]["path"] = str(EXAMPLES / "tiny_model")
+    base["model"]["path"] = str(model)
     base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": SEED}}
     (root / f"{name}.yaml").write_text(json.dumps(base))
     verb = ["areal_lora", "sweep"] if swept else ["areal_lora.launch"]
     command = [forked_python(), "-m", *verb, "--config", str(root / f"{name}.yaml"), *REPEATABLE, *swept]
     command += forked_roles(root)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     folder = RunFolder(root / name)
     states = states_of(folder, [path.name for path in folder.checkpoints.iterdir()])
     return Ended(done.returncode, done.stdout + done.stderr, folder, states)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.section import described
 from areal_lora.errors import ConfigError, ConfigErrors
@@ -219,6 +219,25 @@ def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path / "cwd")
     assert load_config([MOE], ["model.path=model"]).model.path == str(tmp_path / "cwd" / "model")
     assert load_config([MOE], ["model.path=absent"]).model.path == "absent"
+
+
+@pytest.mark.parametrize(("env", "found"), [("own.py:Own", "{folder}/own.py:Own"), ("own", "own")])
+def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps_its_name(
+    tmp_path: Path, env: str, found: str
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "more.yaml").write_text(f"adapters: [{{workflow: {{kind: gym, env: '{env}'}}}}]")
+    workflow = load_config([MOE, EMBEDDED, tmp_path / "more.yaml"]).adapters[0].workflow
+    assert isinstance(workflow, WorkerWorkflowConfig)
+    assert workflow.env == found.format(folder=tmp_path)
+
+
+@pytest.mark.parametrize("keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a, servers: [b]}"])
+def test_an_environment_is_named_by_the_key_of_its_kind(tmp_path: Path, keys: str) -> None:
+    (tmp_path / "more.yaml").write_text(f"adapters: [{{workflow: {keys}}}]")
+    with pytest.raises(ConfigError, match=r"kind (mcp|gym) needs (servers|env) and takes no"):
+        load_config([MOE, EMBEDDED, tmp_path / "more.yaml"])
 
 
 def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "agent", "path": CODE, "tool_parser": "a:b"}}, "workflow.tool_parser"),
         ({"workflow": {"kind": "agent", "path": CODE, "tool_parser": "/x.py:b"}}, "workflow.tool_parser"),
         ({"workflow": {"kind": "multi_turn", "environment": "a:b"}}, "workflow.environment"),
+        ({"workflow": {"kind": "gym", "env": "a:b"}}, "workflow.env"),
+        ({"workflow": {"kind": "gym", "env": CODE, "python": "/bin/sh"}}, "workflow.python"),
+        ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),
+        ({"workflow": {"kind": "mcp", "servers": ["sh -c true"]}}, "workflow.servers.0"),
         (rows("own.jsonl", keep="a:b"), "task.keep"),
         (
             {"evals": [{"name": "x", "task": {"kind": "dataset", "eval": "own.jsonl", "keep": "a:b"}}]},
@@ -92,6 +96,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"task": {"kind": "word_problems", "n_train": 10**9}}, "task"),
         ({"sampling": {"prompts_per_step": 10**6, "n_samples": 8, "max_new_tokens": 4}}, "sampling"),
         ({"reward": {"kind": "numeric_match", "workers": 1000}}, "reward"),
+        ({"workflow": {"kind": "gym", "env": CODE, "workers": 1000}}, "workflow"),
         ({"reward": {"kind": "function", "path": CODE, "memory_mib": 10**6}}, "reward"),
         ({"rank_pattern": {"(a+)+$": 4}}, "rank_pattern"),
         ({"alpha_pattern": {".*.*.*x": 4}}, "alpha_pattern"),

@@ -85,8 +85,9 @@ def test_a_reference_that_differs_from_the_base_passes() -> None:
         assert "algorithm.reference" not in findings
 
 
-def test_an_agent_has_no_greedy_answer() -> None:
-    findings = found("algorithm.kind=remax", "workflow.kind=agent", "workflow.path=x:y")
+@pytest.mark.parametrize("named", [("agent", "workflow.path=x:y"), ("gym", "workflow.env=x:y")])
+def test_an_agent_has_no_greedy_answer(named: tuple[str, str]) -> None:
+    findings = found("algorithm.kind=remax", f"workflow.kind={named[0]}", named[1])
     assert "state how they are sampled" in findings["algorithm.advantage"]
 
 

@@ -1,0 +1,84 @@
+"""Classes with gymnasium's ``reset`` and ``step``, as users write them; they run in a worker's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Letters:
+    """Rewards upper-case letters of two answers; its first text has ``greeting`` and the row's answer."""
+
+    def __init__(self, greeting: str = "") -> None:
+        self.greeting, self.turns = greeting, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        return f"{self.greeting}{options['answer']}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return "more", float(sum(map(str.isupper, action))), self.turns == 2, False, {}
+
+
+class Problem(Letters):
+    """The row's problem, twice; an answer earns a point for every ``=``."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        self.problem = options["prompt"]
+        return self.problem, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return f"\n{self.problem}", float(action.count("=")), False, self.turns == 2, {}
+
+
+class Elsewhere(Letters):
+    """Its only answer's reward is 3 in the virtual environment ``prefix``, where the package cannot be imported."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.right = sys.prefix == prefix and importlib.util.find_spec("areal_lora") is None
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 3.0 * self.right, True, False, {}
+
+
+class Killed(Letters):
+    """Ends its process with the second answer of the first sample, as a fault in C code would; ``marks`` has one file
+    for every sample that was started."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__()
+        self.fatal = not any(Path(marks).iterdir())
+        (Path(marks) / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.fatal and self.turns == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class Hangs(Letters):
+    """Its first sample never ends; ``marks`` has one file for every answer."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__()
+        self.marks, self.hangs = Path(marks), not any(Path(marks).iterdir())
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        (self.marks / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+        while self.hangs:
+            time.sleep(1)
+        return super().step(action)
+
+
+class Wrong(Letters):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return None.upper()  # type: ignore[attr-defined]

@@ -1,0 +1,149 @@
+"""Workers with real processes and pipes; completions come from the real endpoint, with a fake server behind it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import sys
+import venv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from areal_lora.config.models import WorkflowConfig
+from areal_lora.errors import ConfigError
+from areal_lora.rollout import environment_child, environment_workers
+from areal_lora.rollout.agents import agent_gateway
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflow_loading import build_workflow
+from areal_lora.types import Cause, Outcome
+from tests.support.rollout import gym_classes
+from tests.support.rollout.fake_server import FakeServer
+from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, prompt_of, served
+
+PROMPT = prompt_of("1+1=")
+
+
+def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
+    """The first answer to a prompt has two upper-case letters, the second one."""
+    text = "AB" if EOS not in prompt else "Cd"
+    return [*map(ord, text), EOS], text
+
+
+def gym(name: str, **keys: Any) -> dict[str, Any]:
+    return {"kind": "gym", "env": f"{gym_classes.__file__}:{name}"} | keys
+
+
+def run(chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0) -> list[Episode | BaseException]:
+    """Groups of two samples at once."""
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(chosen)
+
+    async def main() -> list[Episode | BaseException]:
+        sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": 2})
+        async with (
+            served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
+            agent_gateway() as sessions,
+            EnvironmentWorkers(config) as workers,
+        ):
+            workflow = build_workflow(config, context, sessions, workers=workers)
+            runs = [workflow.run(PROMPT, V1, seed=7) for _ in range(groups)]
+            return await asyncio.gather(*runs, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def episode(chosen: dict[str, Any]) -> Episode:
+    (found,) = run(chosen)
+    assert isinstance(found, Episode), found
+    return found
+
+
+def test_a_gym_class_is_one_trajectory_per_sample_of_the_tokens_that_were_sampled() -> None:
+    made = episode(gym("Letters", args={"greeting": "Hi "}))
+    assert [t.sample for t in made.group.trajectories] == [0, 1]
+    for t in made.group.trajectories:
+        text = "<user:Hi 42>AB\2<user:more>Cd\2"
+        assert t.token_ids == [ord(c) for c in text]
+        assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
+        assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+
+
+def test_a_worker_needs_nothing_of_its_interpreter_but_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # modules of the working folder can be imported
+    venv.create(tmp_path / "venv")
+    chosen = gym("Elsewhere", args={"prefix": f"{tmp_path}/venv"}, python=f"{tmp_path}/venv/bin/python")
+    assert [t.reward for t in episode(chosen).group.trajectories] == [3.0, 3.0]
+
+
+def test_a_worker_runs_under_python_3_10() -> None:
+    source = Path(environment_child.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source, feature_version=(3, 10))
+    named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    named += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in named} <= sys.stdlib_module_names
+
+
+def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
+    """Eight samples run in it. None of the groups fails, and nothing of the first attempts is trained on."""
+    found = run(gym("Killed", args={"marks": str(tmp_path)}), groups=4)
+    assert all(isinstance(one, Episode) for one in found), found
+    for one in found:
+        assert isinstance(one, Episode)
+        assert [(t.sample, t.reward) for t in one.group.trajectories] == [(0, 3.0), (1, 3.0)]
+        assert all("".join(map(chr, t.token_ids)).count("AB") == 1 for t in one.group.trajectories)
+    started = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
+    assert len(started) == 2, "a second process"
+    assert sum(started.values()) > 8, "samples are repeated"
+
+
+def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_workers, "CANCEL_S", 0.1)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Hangs", args={"marks": str(tmp_path)}))
+
+    async def main() -> None:
+        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 600.0})
+        async with (
+            served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
+            agent_gateway() as sessions,
+            EnvironmentWorkers(config) as workers,
+        ):
+            workflow = build_workflow(config, context, sessions, workers=workers)
+            first = asyncio.create_task(workflow.run(PROMPT, V1, seed=1))
+            while not any(tmp_path.iterdir()):
+                await asyncio.sleep(0.01)
+            first.cancel()
+            while len({mark.name.partition("-")[0] for mark in tmp_path.iterdir()}) < 2:  # until it was killed
+                (made,) = (await workflow.run(PROMPT, V1, seed=2)).group.trajectories
+                assert made.reward == 3.0
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_class_is_a_fault_of_the_environment_with_its_line() -> None:
+    (fault,) = run(gym("Wrong"))
+    assert isinstance(fault, GenerationFault)
+    assert (fault.kind, fault.cause) == (FaultKind.ENVIRONMENT, Cause.CODE)
+    assert "gym_classes.py, line " in fault.detail
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (gym("Missing"), "has no attribute 'Missing'"),
+        (gym("Letters", python="/no/python"), "cannot be started"),
+        ({"kind": "verifiers", "env": "x", "python": "/bin/false"}, "does not start"),
+        ({"kind": "verifiers", "env": "x"}, "No module named 'verifiers'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_reported_before_the_first_sample(chosen: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run(chosen)
