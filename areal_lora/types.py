@@ -188,30 +188,53 @@ def gold_text(answer: Any) -> str:
 ArrayLike: TypeAlias = Sequence[float] | np.ndarray
 
 
-class TokenColumns(msgspec.Struct, frozen=True):
+class RouteShape(msgspec.Struct, frozen=True):
+    """Sizes of the routes of a token: each of ``layers`` sparse layers chooses ``per_token`` of ``experts``.
+
+    As bytes, [L, K] of ``dtype``: the highest value is no expert, so that bytes 255 are no route in either type.
+    """
+
+    layers: int
+    per_token: int
+    experts: int
+
+    @property
+    def dtype(self) -> str:
+        return "<u1" if self.experts < 256 else "<u2"
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layers * self.per_token * np.dtype(self.dtype).itemsize
+
+
+class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
 
     ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
-    sampled, and have the log-probability 0. Raises ValueError for arrays that are not of the same T tokens.
+    sampled, and have the log-probability 0. ``routes`` are the experts of each token where the server returned them
+    (`RouteShape`). Raises ValueError for arrays that are not of the same T tokens.
     """
 
     token_ids: bytes  # [T] int32
     logprobs: bytes  # [T] float32, of the behaviour policy
     versions: bytes  # [R, 2] int32
+    routes: bytes = b""  # [T, L, K] uint8 or uint16; empty: of no token
 
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
         sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
         if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
+        if self.routes and (not len(self) or len(self.routes) % len(self)):
+            raise ValueError(f"{len(self.routes)} bytes of routes are not of the same {len(self)} tokens")
 
     @classmethod
-    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> TokenColumns:
-        """Of three arrays [T]."""
+    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, routes: bytes = b"") -> TokenColumns:
+        """Of three arrays [T], and their ``routes``."""
         each = np.array(versions, "<i4")
         starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
         runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
-        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes())
+        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes(), routes)
 
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
@@ -220,8 +243,18 @@ class TokenColumns(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
-        """One after the other."""
-        return cls(*(b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__))
+        """One after the other. Where some have routes, the tokens of the others have no route."""
+        each = [b"".join([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs", "versions")]
+        if width := max([len(part.routes) // len(part) for part in parts if part.routes], default=0):
+            each.append(b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts]))
+        return cls(*each)
+
+    def routed(self, routes: bytes) -> TokenColumns:
+        """With ``routes`` of the same tokens for those without a route. Raises ValueError for another number."""
+        if self.routes:
+            mine, given = (np.frombuffer(each, "<u1").reshape(len(self), -1) for each in (self.routes, routes))
+            routes = np.where((mine == 255).all(axis=1, keepdims=True), given, mine).tobytes()
+        return msgspec.structs.replace(self, routes=routes)
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4
@@ -263,12 +296,14 @@ class Generation:
     """A server's result for one answer of A tokens, ``columns``. The server reports versions token by token.
 
     ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were requested.
+    ``prompt_routes`` are those of the P tokens before, where the server returned routes.
     """
 
     columns: TokenColumns
     finish_reason: str
     text: str = ""
     top_logprobs: list[dict[int, float]] | None = None  # [A]
+    prompt_routes: bytes = b""  # [P, L, K]
 
     @property
     def token_ids(self) -> list[int]:
@@ -346,6 +381,7 @@ class TrainBatch:
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
     see `TrajectoryGroup`, NaN where there is none. ``values[t]`` is a critic's value of the state before token t,
     ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -367,6 +403,7 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T] fp32
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
+    routes: torch.Tensor | None = None  # [H, L, K] int16
 
     @property
     def n_sequences(self) -> int:

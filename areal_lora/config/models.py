@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
 from areal_lora.config.sections.run import (
+    BehaviourConfig,
     CheckpointConfig,
     ClusterConfig,
     EvalConfig,
@@ -37,10 +38,10 @@ from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
 __all__ = [
-    "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig", "ClusterConfig", "Config",
-    "CustomWorkflowConfig", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig",
-    "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig",
-    "WeightSyncConfig", "WorkflowConfig",
+    "AdapterConfig", "AgentWorkflowConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
+    "ClusterConfig", "Config", "CustomWorkflowConfig", "EvalConfig", "ModelConfig", "MultiTurnWorkflowConfig",
+    "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig", "SftConfig",
+    "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkflowConfig",
 ]
 # fmt: on
 
@@ -55,6 +56,7 @@ class Config(Section):
     adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
+    behaviour: BehaviourConfig = BehaviourConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

@@ -22,7 +22,8 @@ RULES: tuple[Rule, ...] = (
     layout.components_agree, layout.own_directives, layout.servers_suffice, memory.cluster_is_reachable,
     memory.interface_counts, memory.devices_suffice, layout.devices_are_shared, layout.backend_fits,
     layout.no_idle_node, memory.memory_suffices, memory.shared_base_fits, layout.deterministic, layout.merged_rollouts,
-    layout.engine_args_are_free, layout.time_outs, layout.profiled_steps, memory.remote_servers_fit,
+    layout.engine_args_are_free, layout.router_replay, layout.time_outs, layout.profiled_steps,
+    memory.remote_servers_fit,
 )
 # fmt: on
 

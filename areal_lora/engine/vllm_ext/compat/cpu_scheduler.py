@@ -34,7 +34,62 @@ def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
             logprobs=np.concatenate([step.logprobs[:, :width] for step in steps]),
             sampled_token_ranks=np.concatenate([step.sampled_token_ranks for step in steps]),
         )
+    if routes := [output.routed_experts for output in outputs if output.routed_experts is not None]:
+        last.routed_experts = np.concatenate(routes)
     return last
+
+
+class KeptRoutes:
+    """Routes beside the KV cache, in place of the scheduler's part of vLLM's auxiliary outputs.
+
+    A token's route is kept at the place of its key and value: a request whose first tokens are cached, in whole blocks
+    or in part of one, has their routes, too. vLLM's own store knows whole blocks and the second model runner.
+    """
+
+    _rows = np.empty((0, 0, 0), np.uint8)  # [places of the KV cache, all layers, K]
+
+    def __init__(self, manager: Any, places: int, block_size: int) -> None:
+        self._manager, self._places, self._size = manager, places, block_size
+        self._cached: dict[str, np.ndarray] = {}  # of the first tokens of requests that start with them
+        self._sent: dict[str, int] = {}  # tokens whose routes have left the engine
+
+    def start(self, request: Request, blocks: Sequence[Any], n: int) -> None:
+        """The first ``n`` tokens of ``request`` are in ``blocks``, which may be another's and change later."""
+        self._cached.pop(request.request_id, None)
+        if n:
+            at = self._at(blocks, 0, n)
+            rows = self._cached[request.request_id] = self._rows[at]
+            rows[at < self._size] = np.iinfo(rows.dtype).max  # block 0 stands for one that attention no longer needs
+
+    def take_output(self, request: Request, output: dict[str, Any]) -> np.ndarray:
+        """[n, L, K] of the tokens up to the one that was sampled now whose routes were not returned before."""
+        name, rows = request.request_id, output[request.request_id].rows
+        if not len(self._rows):
+            self._rows = np.empty((self._places, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
+        if (cached := self._cached.pop(name, None)) is not None:
+            rows = np.concatenate([cached, rows])
+        end = request.num_tokens - 1
+        start, sent = end - len(rows), self._sent.get(name, 0)  # sent > start: it was preempted
+        self._rows[self._at(self._manager.get_blocks(name).blocks[0], start, end)] = rows
+        self._sent[name] = end
+        return rows[max(0, sent - start) :]
+
+    def request_finished(self, request: Request) -> None:
+        self._cached.pop(request.request_id, None)
+        self._sent.pop(request.request_id, None)
+
+    def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
+        """Workers need nothing."""
+
+    def reset(self) -> None:
+        """Nothing to do: places of the KV cache are written before they are read."""
+
+    def _at(self, blocks: Sequence[Any], start: int, end: int) -> np.ndarray:
+        """The places of tokens ``start`` to ``end`` of a request with ``blocks``."""
+        first = start // self._size
+        ids = np.array([block.block_id for block in blocks[first : -(-end // self._size)]])
+        every = (ids[:, None] * self._size + np.arange(self._size)).ravel()
+        return every[start - first * self._size : end - first * self._size]
 
 
 class GroupScheduler(Scheduler):
@@ -51,6 +106,9 @@ class GroupScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.aux_output_connector is not None:
+            places = self.cache_config.num_gpu_blocks * self.block_size
+            self.aux_output_connector = KeptRoutes(self.kv_cache_manager, places, self.block_size)
         self._unsent: dict[str, list[EngineCoreOutput]] = {}
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
 
@@ -72,6 +130,12 @@ class GroupScheduler(Scheduler):
         return ready
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        hit = self._find_hit(request)
+        if self.aux_output_connector is not None:
+            self.aux_output_connector.start(request, hit[0].blocks[0], hit[1])
+        return hit
+
+    def _find_hit(self, request: Request) -> tuple[Any, int, int, bool]:
         first = self._first(request)
         if first is not None:
             computed = request.num_tokens - 1  # sampling needs the hidden state of the last token

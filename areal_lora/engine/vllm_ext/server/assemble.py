@@ -33,7 +33,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
-from areal_lora.families.shape import read_hf_config
+from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.layout import Payload
@@ -92,6 +92,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
     extra: dict[str, Any] = {}
+    if config.behaviour.router_replay == "rollout":
+        extra["enable_return_routed_experts"] = True
     if on_cpu:
         extra["enforce_eager"] = True
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -218,7 +220,9 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
     )
     host = own_place(config.cluster, run_folder).address
-    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers))
+    replays = config.behaviour.router_replay == "rollout"
+    shape = read_shape(Path(config.model.folder)) if replays else None
+    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers), shape)
     data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))
     return Parts(
         engine=engine,

@@ -29,7 +29,7 @@ import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat import weights
-from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, return_routes
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
@@ -298,6 +298,7 @@ class AdapterWorkerExtension:
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
         own_logprobs(self)
+        return_routes(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
     def al_describe(self) -> bytes:
