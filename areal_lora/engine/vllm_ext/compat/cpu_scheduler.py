@@ -103,6 +103,7 @@ class GroupScheduler(Scheduler):
     """
 
     max_num_active_reqs: int
+    aux_output_connector: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
