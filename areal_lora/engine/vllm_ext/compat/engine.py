@@ -53,8 +53,9 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """
     fork_engines()
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
-    routed = arguments.enable_return_routed_experts and current_platform.is_cpu()
-    arguments.enable_return_routed_experts &= not routed
+    auxiliary = arguments.aux_output_config
+    routed = auxiliary.enabled and current_platform.is_cpu()
+    auxiliary.enable_return_routed_experts &= not routed
     config = arguments.create_engine_config()
     config.aux_output_config.enable_return_routed_experts |= routed
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)

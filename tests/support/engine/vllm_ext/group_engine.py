@@ -29,18 +29,22 @@ class Watched:
     """The engine of a run, and what its scheduler let be computed."""
 
     def __init__(self, examples: Path) -> None:
-        from vllm import LLM, EngineArgs
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         from areal_lora.config.load import load_config
-        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, return_routes
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
         config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
         args = engine_args(config)
         values = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"worker_extension_cls": ""}
-        self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
+        made = EngineArgs(**values).create_engine_config()
+        made.aux_output_config.enable_return_routed_experts = True
+        self.engine = LLMEngine.from_vllm_config(made)
         core = self.engine.engine_core.engine_core
         own_logprobs(core.model_executor.driver_worker.worker)
+        return_routes(core.model_executor.driver_worker.worker)
         self.scheduler = core.scheduler
         self.computed = 0
         self.messages: list[int] = []  # tokens of every output that left the engine
@@ -85,6 +89,7 @@ class Watched:
         return {
             "tokens": [list(answer.token_ids) for answer in answers],
             "logprobs": [[row[t].logprob for t, row in zip(a.token_ids, a.logprobs, strict=True)] for a in answers],
+            "routes": [answer.routed_experts.tolist() for answer in answers],
             "computed": self.computed,
             "messages": list(self.messages),
             "unsent": len(self.scheduler._unsent),
@@ -173,7 +178,15 @@ def busy(engine: Watched, whole: bool, free_blocks: int) -> dict[str, Any]:
             answer = output.outputs[0]
             rows = [sorted((t, p.logprob, p.rank) for t, p in row.items()) for row in answer.logprobs or ()]
             if output.finished:  # an aborted answer has outputs only if it was streamed
-                sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
+                routes = answer.routed_experts.tolist()
+                sent[output.request_id] = [
+                    list(answer.token_ids),
+                    rows,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    len(output.prompt_token_ids),
+                    routes,
+                ]
         if n > len(waiting) and not engine.engine.has_unfinished_requests():
             break
     scheduler.schedule = schedule
@@ -203,7 +216,7 @@ def main(examples: Path) -> None:
         alone = [engine.run([(prompts[0], 3 + k, 1, False)]) for k in range(N)]
         engine.scheduler.reset_prefix_cache()
         results[str(length)] = {
-            "alone": {"tokens": [a["tokens"][0] for a in alone], "logprobs": [a["logprobs"][0] for a in alone]},
+            "alone": {what: [a[what][0] for a in alone] for what in ("tokens", "logprobs", "routes")},
             "group": engine.run([(prompts[0], 3, N, True), (prompts[1], 90, 1, False)]),
         }
         engine.scheduler.reset_prefix_cache()

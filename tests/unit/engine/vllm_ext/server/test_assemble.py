@@ -51,3 +51,8 @@ def test_further_arguments_reach_vllm() -> None:
     assert (args.block_size, args.enforce_eager) == (64, True)
     with pytest.raises(ConfigError, match=r"rollout.engine_args.quantisation: .* no such argument \(fix: use quantiza"):
         args_of("rollout.engine_args.quantisation=fp8")
+
+
+def test_servers_return_routes_where_the_trainer_replays_them() -> None:
+    assert args_of("behaviour.router_replay=rollout").aux_output_config.enabled
+    assert not args_of().aux_output_config.enabled
