@@ -24,16 +24,16 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
+    "": 814,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, routes
     "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2298,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; pages; two versions in a chat
-    "config": 4336,  # engine_args; rollout.remote; groups of a job; trackers, page, cp, fsdp_shard, max_behind, profile
-    "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
+    "config": 4367,  # engine_args; remote; groups of a job; trackers, page, cp, fsdp_shard, max_behind, profile, router_replay
+    "data": 751,  # checks in chunks; equal attention; parts; groups of clients' data in linear time; routes
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10202,  # remote servers; recompute; grouped products; slices; entropies; engine_args
-    "families": 1430,  # FLOPs of passes
+    "engine": 10344,  # remote servers; recompute; grouped products; slices; entropies; engine_args; routes of CPU servers
+    "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
     "network": 879,  # listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
@@ -41,11 +41,11 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6104,  # answers in columns and over restarts; dropped groups; conversations on a server; kept turns
+    "rollout": 6113,  # answers in columns, over restarts; dropped groups; conversations on a server; turns; routes
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
     "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring
-    "trainer": 3915,  # parts of a batch; which passes join; states copied between operations; entropies of a step
+    "trainer": 3924,  # parts of a batch, their routes; which passes join; states copied between operations; entropies
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

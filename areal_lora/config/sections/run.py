@@ -105,7 +105,7 @@ class BehaviourConfig(Section):
     """How the trainer's passes follow the policy that sampled."""
 
     router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
-    """`rollout`: servers return the experts that each token used, and the trainer's passes use the same ones."""
+    """`rollout`: the trainer's passes use the experts that servers used for each token."""
 
 
 class RemoteConfig(Section):

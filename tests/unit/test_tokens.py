@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_lora.types import TokenColumns
+from areal_lora.tokens import TokenColumns
 
 
 @pytest.mark.parametrize("_", range(3))
