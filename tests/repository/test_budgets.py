@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2298,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; pages; two versions in a chat
-    "config": 4367,  # engine_args; remote; groups of a job; trackers, page, cp, fsdp_shard, max_behind, profile, router_replay
+    "config": 4367,  # engine_args; remote; groups of a job; trackers, page, cp, max_behind, profile, router_replay
     "data": 751,  # checks in chunks; equal attention; parts; groups of clients' data in linear time; routes
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10344,  # remote servers; recompute; grouped products; slices; entropies; engine_args; routes of CPU servers
+    "engine": 10344,  # remote servers; recompute; grouped products; slices; entropies; routes of CPU servers
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,

@@ -45,6 +45,8 @@ INTERNALS: tuple[Used, ...] = (
             "lora_target_modules",
             "worker_extension_cls",
             "distributed_executor_backend",
+            "aux_output_config",
+            "enable_return_routed_experts",
         ),
         calls=(("create_engine_config", ()),),
     ),
@@ -79,7 +81,11 @@ INTERNALS: tuple[Used, ...] = (
         why="as EngineCore",
     ),
     Used(module="vllm.outputs", name="RequestOutput", members=("outputs", "finished", "prompt_logprobs")),
-    Used(module="vllm.outputs", name="CompletionOutput", members=("token_ids", "logprobs", "finish_reason", "index")),
+    Used(
+        module="vllm.outputs",
+        name="CompletionOutput",
+        members=("token_ids", "logprobs", "finish_reason", "index", "routed_experts"),
+    ),
     Used(
         module="vllm.sampling_params",
         name="SamplingParams",
@@ -329,7 +335,7 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler",
-        members=("kv_cache_manager", "block_size", "max_num_active_reqs"),
+        members=("kv_cache_manager", "block_size", "max_num_active_reqs", "aux_output_connector", "cache_config"),
         calls=(
             ("schedule", ("throttle_prefills",)),
             ("_handle_blocked_waiting_request", ("request",)),
@@ -340,6 +346,39 @@ INTERNALS: tuple[Used, ...] = (
         ),
         on="cpu",
         why="a group's prompt is computed once, and an answer is one message",
+    ),
+    Used(
+        module="vllm.distributed.aux_output_connector.connector",
+        name="AuxRequestOutput",
+        members=("token_start", "rows"),
+        on="cpu",
+        why="routes are returned by the second model runner only",
+    ),
+    Used(
+        module="vllm.distributed.aux_output_connector.connector",
+        name="AuxOutputSchedulerConnector",
+        calls=(
+            ("take_output", ("request", "output")),
+            ("request_finished", ("request",)),
+            ("build_connector_meta", ("scheduler_output", "requests")),
+            ("reset", ()),
+        ),
+        on="cpu",
+        why="as AuxRequestOutput",
+    ),
+    Used(
+        module=f"{_EXPERTS}.routed_experts_capturer",
+        name="RoutedExpertsCapturer",
+        calls=(("__init__", ("max_num_batched_tokens", "vllm_config")), ("snapshot_routing_data", ("num_tokens",))),
+        on="cpu",
+        why="as AuxRequestOutput",
+    ),
+    Used(
+        module=f"{_EXPERTS}.routed_experts_capturer",
+        name="bind_routed_experts_capturer",
+        calls=(("", ("model", "capturer")),),
+        on="cpu",
+        why="as AuxRequestOutput",
     ),
     Used(
         module="vllm.v1.core.kv_cache_manager",

@@ -1,4 +1,4 @@
-"""A scheduler for groups of answers: one computation of a prompt, one message per answer.
+"""A scheduler for groups of answers: one computation of a prompt, one message per answer; and routes of their tokens.
 
 A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
 (32 tokens on a CPU), and its engine sends every token to the server's process.
@@ -9,6 +9,11 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
@@ -201,3 +206,30 @@ class GroupScheduler(Scheduler):
 def _key(request: Request) -> _Key:
     lora = request.lora_request
     return (0 if lora is None else lora.lora_int_id, request.cache_salt, tuple(request.prompt_token_ids or ()))
+
+
+def return_routes(worker: Any) -> None:
+    """Make a worker return the experts that the routers choose for each token of a step, if they are configured.
+
+    vLLM's second model runner captures them in the same way.
+    """
+    runner = worker.model_runner
+    if not runner.vllm_config.aux_output_config.enabled:
+        return
+    captured = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
+    bind_routed_experts_capturer(runner.model, captured)
+    plain = runner.sample_tokens
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        state = runner.execute_model_state
+        output = plain(grammar_output)
+        if state is not None:
+            counts = [state.scheduler_output.num_scheduled_tokens[request] for request in output.req_ids]
+            rows = captured.snapshot_routing_data(sum(counts)).numpy()
+            parts = np.split(rows, np.cumsum(counts)[:-1])
+            output.aux_output_connector_output = {
+                request: AuxRequestOutput(0, part) for request, part in zip(output.req_ids, parts, strict=True)
+            }
+        return output
+
+    runner.sample_tokens = sample_tokens

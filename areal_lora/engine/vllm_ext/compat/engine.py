@@ -8,14 +8,8 @@ import stat
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import AsyncEngineArgs
-from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    RoutedExpertsCapturer,
-    bind_routed_experts_capturer,
-)
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
@@ -49,7 +43,7 @@ async def read_kv_cache_share(engine: AsyncLLM) -> float:
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Start vLLM's engine (`fork_engines`). Call this once per process.
 
-    vLLM returns routes from its second model runner only; on CPUs `return_routes` and `compat.cpu_scheduler` do.
+    vLLM returns routes from its second model runner only; on CPUs `compat.cpu_scheduler` does.
     """
     fork_engines()
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
@@ -146,30 +140,3 @@ def own_logprobs(worker: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = scores
-
-
-def return_routes(worker: Any) -> None:
-    """Make the first model runner return the experts that the routers choose for each token of a step, if configured.
-
-    The second one captures them in the same way, and by requests.
-    """
-    runner = worker.model_runner
-    if not runner.vllm_config.aux_output_config.enabled or not isinstance(runner, GPUModelRunner):
-        return
-    captured = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
-    bind_routed_experts_capturer(runner.model, captured)
-    plain = runner.sample_tokens
-
-    def sample_tokens(grammar_output: Any) -> Any:
-        state = runner.execute_model_state
-        output = plain(grammar_output)
-        if state is not None:
-            counts = [state.scheduler_output.num_scheduled_tokens[request] for request in output.req_ids]
-            rows = captured.snapshot_routing_data(sum(counts)).numpy()
-            parts = np.split(rows, np.cumsum(counts)[:-1])
-            output.aux_output_connector_output = {
-                request: AuxRequestOutput(0, part) for request, part in zip(output.req_ids, parts, strict=True)
-            }
-        return output
-
-    runner.sample_tokens = sample_tokens

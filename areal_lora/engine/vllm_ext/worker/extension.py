@@ -29,7 +29,7 @@ import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat import weights
-from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, return_routes
+from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
@@ -292,13 +292,17 @@ class AdapterWorkerExtension:
     """RPC methods of a worker; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
 
     rank: int
+    device: torch.device
 
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
         own_logprobs(self)
-        return_routes(self)
+        if self.device.type == "cpu":
+            from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
+
+            return_routes(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
     def al_describe(self) -> bytes:

@@ -33,7 +33,8 @@ class Watched:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from areal_lora.config.load import load_config
-        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, return_routes
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
+        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
         config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
