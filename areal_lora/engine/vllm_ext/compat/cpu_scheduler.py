@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
-from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
@@ -66,9 +65,9 @@ class KeptRoutes:
             rows = self._cached[request.request_id] = self._rows[at]
             rows[at < self._size] = np.iinfo(rows.dtype).max  # block 0 stands for one that attention no longer needs
 
-    def take_output(self, request: Request, output: dict[str, Any]) -> np.ndarray:
+    def take_output(self, request: Request, output: dict[str, np.ndarray]) -> np.ndarray:
         """[n, L, K] of the tokens up to the one that was sampled now whose routes were not returned before."""
-        name, rows = request.request_id, output[request.request_id].rows
+        name, rows = request.request_id, output[request.request_id]
         if not len(self._rows):
             self._rows = np.empty((self._places, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
         if (cached := self._cached.pop(name, None)) is not None:
@@ -227,9 +226,7 @@ def return_routes(worker: Any) -> None:
             counts = [state.scheduler_output.num_scheduled_tokens[request] for request in output.req_ids]
             rows = captured.snapshot_routing_data(sum(counts)).numpy()
             parts = np.split(rows, np.cumsum(counts)[:-1])
-            output.aux_output_connector_output = {
-                request: AuxRequestOutput(0, part) for request, part in zip(output.req_ids, parts, strict=True)
-            }
+            output.aux_output_connector_output = dict(zip(output.req_ids, parts, strict=True))
         return output
 
     runner.sample_tokens = sample_tokens
