@@ -54,33 +54,34 @@ class KeptRoutes:
 
     def __init__(self, manager: Any, places: int, block_size: int) -> None:
         self._manager, self._places, self._size = manager, places, block_size
-        self._cached: dict[str, np.ndarray] = {}  # of the first tokens of requests that start with them
-        self._sent: dict[str, int] = {}  # tokens whose routes have left the engine
+        self._cached: dict[str, tuple[int, np.ndarray]] = {}
 
     def start(self, request: Request, blocks: Sequence[Any], n: int) -> None:
-        """The first ``n`` tokens of ``request`` are in ``blocks``, which may be another's and change later."""
+        """The first ``n`` tokens of ``request`` are in ``blocks``. A last one in part is another's, and may change.
+
+        Whole ones are its own from now on; what computes them may be a request of the same step.
+        """
         self._cached.pop(request.request_id, None)
         if n:
-            at = self._at(blocks, 0, n)
-            rows = self._cached[request.request_id] = self._rows[at]
-            rows[at < self._size] = np.iinfo(rows.dtype).max  # block 0 stands for one that attention no longer needs
+            self._cached[request.request_id] = n, self._rows[self._at(blocks, n - n % self._size, n)]
 
     def take_output(self, request: Request, output: dict[str, np.ndarray]) -> np.ndarray:
-        """[n, L, K] of the tokens up to the one that was sampled now whose routes were not returned before."""
+        """[n, L, K] of the prompt with the first token, then of the one before the token that was sampled now."""
         name, rows = request.request_id, output[request.request_id]
         if not len(self._rows):
             self._rows = np.empty((self._places, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
-        if (cached := self._cached.pop(name, None)) is not None:
-            rows = np.concatenate([cached, rows])
-        end = request.num_tokens - 1
-        start, sent = end - len(rows), self._sent.get(name, 0)  # sent > start: it was preempted
-        self._rows[self._at(self._manager.get_blocks(name).blocks[0], start, end)] = rows
-        self._sent[name] = end
-        return rows[max(0, sent - start) :]
+        blocks, end = self._manager.get_blocks(name).blocks[0], request.num_tokens - 1
+        if name in self._cached:
+            n, tail = self._cached.pop(name)
+            at = self._at(blocks, 0, n - len(tail))
+            whole = self._rows[at]
+            whole[at < self._size] = np.iinfo(whole.dtype).max  # block 0 is in place of what attention needs no more
+            rows = np.concatenate([whole, tail, rows])
+        self._rows[self._at(blocks, end - len(rows), end)] = rows
+        return rows if request.num_output_tokens == 1 else rows[-1:]  # more were computed again: it was preempted
 
     def request_finished(self, request: Request) -> None:
         self._cached.pop(request.request_id, None)
-        self._sent.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
         """Workers need nothing."""
@@ -91,7 +92,7 @@ class KeptRoutes:
     def _at(self, blocks: Sequence[Any], start: int, end: int) -> np.ndarray:
         """The places of tokens ``start`` to ``end`` of a request with ``blocks``."""
         first = start // self._size
-        ids = np.array([block.block_id for block in blocks[first : -(-end // self._size)]])
+        ids = np.array([block.block_id for block in blocks[first : -(-end // self._size)]], np.int64)
         every = (ids[:, None] * self._size + np.arange(self._size)).ravel()
         return every[start - first * self._size : end - first * self._size]
 
