@@ -45,7 +45,7 @@ INTERNALS: tuple[Used, ...] = (
             "lora_target_modules",
             "worker_extension_cls",
             "distributed_executor_backend",
-            "aux_output_config",
+            "additional_config",
             "enable_return_routed_experts",
         ),
         calls=(("create_engine_config", ()),),

@@ -19,6 +19,8 @@ from vllm.v1.request import Request
 
 from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
+ROUTES = "areal_lora_routes"
+"""Key in vLLM's ``additional_config``: routes are returned. vLLM's own argument requires its second model runner."""
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 
 
@@ -112,7 +114,7 @@ class GroupScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.aux_output_connector is not None:
+        if self.vllm_config.additional_config.get(ROUTES):
             places = self.cache_config.num_gpu_blocks * self.block_size
             self.aux_output_connector = KeptRoutes(self.kv_cache_manager, places, self.block_size)
         self._unsent: dict[str, list[EngineCoreOutput]] = {}
@@ -214,7 +216,7 @@ def return_routes(worker: Any) -> None:
     vLLM's second model runner captures them in the same way.
     """
     runner = worker.model_runner
-    if not runner.vllm_config.aux_output_config.enabled:
+    if not runner.vllm_config.additional_config.get(ROUTES):
         return
     captured = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
     bind_routed_experts_capturer(runner.model, captured)

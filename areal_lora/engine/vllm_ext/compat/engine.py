@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from vllm import AsyncEngineArgs
-from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.sample.sampler import Sampler
@@ -41,17 +40,10 @@ async def read_kv_cache_share(engine: AsyncLLM) -> float:
 
 
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Start vLLM's engine (`fork_engines`). Call this once per process.
-
-    vLLM returns routes from its second model runner only; on CPUs `compat.cpu_scheduler` does.
-    """
+    """Start vLLM's engine (`fork_engines`). Call this once per process."""
     fork_engines()
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
-    auxiliary = arguments.aux_output_config
-    routed = auxiliary.enabled and current_platform.is_cpu()
-    auxiliary.enable_return_routed_experts &= not routed
     config = arguments.create_engine_config()
-    config.aux_output_config.enable_return_routed_experts |= routed
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 

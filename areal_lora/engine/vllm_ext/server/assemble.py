@@ -92,18 +92,20 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
     extra: dict[str, Any] = {}
-    if config.behaviour.router_replay == "rollout":
+    replays = config.behaviour.router_replay == "rollout"
+    if replays and not on_cpu:
         extra["enable_return_routed_experts"] = True
     if on_cpu:
         extra["enforce_eager"] = True
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import ROUTES, GroupScheduler
 
         # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
         extra["block_size"] = 32
         # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
         extra["enable_chunked_prefill"] = False
+        extra["additional_config"] = {ROUTES: replays}
         extra["scheduler_cls"] = GroupScheduler  # not on GPUs: their default schedules ahead of the model
         if rollout.tp == 1:
             extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups

@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+REPLAYS = ["behaviour.router_replay=rollout"]
 N, NEW_TOKENS = 4, 12
 FREE_BLOCKS = (400, 40)  # of the KV cache in a busy engine: enough for all, and so few that requests are preempted
 LENGTHS = (9, 32, 33, 64, 70)  # of prompts: shorter than a block of 32, whole blocks, one more, between
@@ -29,20 +30,17 @@ class Watched:
     """The engine of a run, and what its scheduler let be computed."""
 
     def __init__(self, examples: Path) -> None:
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm import LLM, EngineArgs
 
         from areal_lora.config.load import load_config
         from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
         from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
-        config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
+        config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], REPLAYS)
         args = engine_args(config)
         values = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"worker_extension_cls": ""}
-        made = EngineArgs(**values).create_engine_config()
-        made.aux_output_config.enable_return_routed_experts = True
-        self.engine = LLMEngine.from_vllm_config(made)
+        self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
         core = self.engine.engine_core.engine_core
         own_logprobs(core.model_executor.driver_worker.worker)
         return_routes(core.model_executor.driver_worker.worker)
