@@ -58,7 +58,10 @@ class Oracle:
         self.server.publish(self.tensors[version], version)
 
     def check(self, prompt: list[int], choice: dict[str, Any], prompt_routes: str) -> int:
-        """All tokens but the last, which no version has read, have a route; returns the number of versions."""
+        """All tokens but the last, which no version has read, have a route; returns the number of versions.
+
+        Those of the prompt are of the version of the first choice.
+        """
         columns = choice["columns"]
         ids = prompt + np.frombuffer(base64.b64decode(columns["token_ids"]), "<i4").tolist()
         runs = np.frombuffer(base64.b64decode(columns["versions"]), "<i4").reshape(-1, 2)
@@ -76,11 +79,12 @@ class Oracle:
                 logits = torch.stack(hf(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits, 1)
             best = logits.topk(shape.per_token + 1, dim=-1)
             clear = (best.values[..., -2] - best.values[..., -1] > MARGIN).numpy()
-            mine = (read_by == version)[:, None] & clear
+            own = (read_by == version) & (np.arange(len(read_by)) >= (len(prompt) if choice["index"] else 0))
+            mine = own[:, None] & clear
             want = np.sort(best.indices[..., :-1].numpy(), axis=-1)
             assert (np.sort(got[:-1], axis=-1)[mine] == want[mine]).all(), f"routes are not of version {version}"
             self.compared += int(mine.sum())
-            self.unclear += int(((read_by == version)[:, None] & ~clear).sum())
+            self.unclear += int((own[:, None] & ~clear).sum())
         return len(runs)
 
 
