@@ -32,7 +32,7 @@ LINES = {
     "data": 751,  # checks in chunks; equal attention; parts; groups of clients' data in linear time; routes
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10345,  # remote servers; recompute; grouped products; slices; entropies; routes of CPU servers
+    "engine": 10341,  # remote servers; recompute; grouped products; slices; entropies; routes of CPU servers
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
