@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
+from areal_lora.tokens import ArrayLike as ArrayLike
+from areal_lora.tokens import RouteShape as RouteShape
+from areal_lora.tokens import TokenColumns as TokenColumns
 
 if TYPE_CHECKING:
     import torch
@@ -185,90 +186,19 @@ def gold_text(answer: Any) -> str:
     return json.dumps(answer, ensure_ascii=False)
 
 
-ArrayLike: TypeAlias = Sequence[float] | np.ndarray
-
-
-class TokenColumns(msgspec.Struct, frozen=True):
-    """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
-
-    ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
-    sampled, and have the log-probability 0. Raises ValueError for arrays that are not of the same T tokens.
-    """
-
-    token_ids: bytes  # [T] int32
-    logprobs: bytes  # [T] float32, of the behaviour policy
-    versions: bytes  # [R, 2] int32
-
-    def __post_init__(self) -> None:
-        runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
-        sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
-        if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
-            raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
-
-    @classmethod
-    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> TokenColumns:
-        """Of three arrays [T]."""
-        each = np.array(versions, "<i4")
-        starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
-        runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
-        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes())
-
-    @classmethod
-    def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
-        ids = np.array(token_ids, "<i4").tobytes()
-        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
-
-    @classmethod
-    def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
-        """One after the other."""
-        return cls(*(b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__))
-
-    def __len__(self) -> int:
-        return len(self.token_ids) // 4
-
-    @property
-    def ids(self) -> np.ndarray:  # [T] int32
-        return np.frombuffer(self.token_ids, "<i4")
-
-    @property
-    def scores(self) -> np.ndarray:  # [T] float32
-        return np.frombuffer(self.logprobs, "<f4")
-
-    @property
-    def runs(self) -> np.ndarray:  # [R, 2] int32
-        return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
-
-    @property
-    def sampled(self) -> np.ndarray:  # [R', 2] int32
-        """The runs of tokens that the model sampled."""
-        return self.runs[self.runs[:, 0] >= 0]
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The oldest and the newest version that sampled a token; ValueError if none did."""
-        versions = self.sampled[:, 0]
-        return int(versions.min()), int(versions.max())
-
-    @property
-    def n_sampled(self) -> int:
-        return int(self.sampled[:, 1].sum())
-
-    @property
-    def each_version(self) -> np.ndarray:  # [T] int32
-        return self.runs[:, 0].repeat(self.runs[:, 1])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A server's result for one answer of A tokens, ``columns``. The server reports versions token by token.
 
     ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were requested.
+    ``prompt_routes`` are those of the P tokens before, where the server returned routes.
     """
 
     columns: TokenColumns
     finish_reason: str
     text: str = ""
     top_logprobs: list[dict[int, float]] | None = None  # [A]
+    prompt_routes: bytes = b""  # [P, L, K]
 
     @property
     def token_ids(self) -> list[int]:
@@ -346,6 +276,7 @@ class TrainBatch:
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
     see `TrajectoryGroup`, NaN where there is none. ``values[t]`` is a critic's value of the state before token t,
     ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -367,6 +298,7 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T] fp32
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
+    routes: torch.Tensor | None = None  # [H, L, K] int16
 
     @property
     def n_sequences(self) -> int:

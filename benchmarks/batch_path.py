@@ -1,9 +1,10 @@
 """The way of a batch from a server's answer to the tensors of a trainer rank: time and bytes a token, stage by stage.
 
-    python benchmarks/batch_path.py [--tokens 2e6] [--length 4096] [--ranks 2 4 8] [--json figures.json]
+    python benchmarks/batch_path.py [--tokens 2e6] [--length 4096] [--ranks 2 4 8] [--routes 48 8] [--json figures.json]
 
 One process, one thread, no server and no socket: every stage is the function that a run calls, on the result of the
-stage before. The answers are groups of 16 of ``--length`` random tokens each, with prompts of 256.
+stage before. The answers are groups of 16 of ``--length`` random tokens each, with prompts of 256. ``--routes``: of a
+mixture with so many sparse layers, in each of which a token uses so many of 128 experts.
 
     answer        controller   body of an HTTP answer -> generations
     trajectories  controller   generations -> scored trajectories, and their acceptance
@@ -62,7 +63,7 @@ from areal_lora.rollout.workflow import Episode, single_turn
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.trainer import work as w
 from areal_lora.trainer.collective.next_work import batch_of
-from areal_lora.types import Generation, Outcome, Sample, TokenColumns, TrainBatch, TrajectoryGroup
+from areal_lora.types import Generation, Outcome, RouteShape, Sample, TokenColumns, TrainBatch, TrajectoryGroup
 
 N_SAMPLES, PROMPT = 16, 256
 STATS = m.Stats(
@@ -108,19 +109,25 @@ def timed(stage: Callable[[], Any]) -> tuple[Stage, Any]:
     return Stage(min(seconds), held, peak), result
 
 
-def body(rng: np.random.Generator, length: int) -> bytes:
+def body(rng: np.random.Generator, length: int, shape: RouteShape | None = None) -> bytes:
     """A server's answer to one prompt: ``N_SAMPLES`` of ``length`` tokens."""
     choices = []
     for i in range(N_SAMPLES):
         ids, scores = rng.integers(0, 150_000, length), -rng.random(length, dtype=np.float32)
-        columns = TokenColumns.of(ids, scores, np.full(length, 3))
+        routes = b"" if shape is None else rng.integers(0, shape.experts, (length, shape.n_bytes), np.uint8).tobytes()
+        columns = TokenColumns.of(ids, scores, np.full(length, 3), routes)
         choices.append({"index": i, "finish_reason": "length", "text": "x", "columns": columns})
+    choices[0]["prompt_routes"] = b"" if shape is None else bytes(PROMPT * shape.n_bytes)
     return msgspec.json.encode({"model": "a@v3", "choices": choices})
 
 
 def answers(bodies: list[bytes]) -> list[list[Generation]]:
     completions = [msgspec.json.decode(each, type=cc.Completion) for each in bodies]
-    return [[cc._generation(choice, None) for choice in completion.choices] for completion in completions]
+    routes = [completion.choices[0].prompt_routes for completion in completions]
+    return [
+        [cc._generation(choice, None, of_prompt, PROMPT) for choice in completion.choices]
+        for completion, of_prompt in zip(completions, routes, strict=True)
+    ]
 
 
 def episodes(generations: list[list[Generation]]) -> list[Episode]:
@@ -139,7 +146,7 @@ def encoded(episodes: list[Episode]) -> list[bytes]:
     return [pool._encode(each) for each in episodes]
 
 
-def stages(bodies: list[bytes]) -> Iterator[tuple[str, Stage]]:
+def stages(bodies: list[bytes], shape: RouteShape | None = None) -> Iterator[tuple[str, Stage]]:
     """Each stage is given what the one before made, which is forgotten then."""
     stage, generations = timed(lambda: answers(bodies))
     yield "answer", stage
@@ -156,7 +163,7 @@ def stages(bodies: list[bytes]) -> Iterator[tuple[str, Stage]]:
     stage, received = timed(partial(m.decode_reply, payload))
     yield "decode", stage
     del payload
-    stage, packed = timed(partial(PackedGroups.of, received.groups))
+    stage, packed = timed(partial(PackedGroups.of, received.groups, shape))
     yield "pack", stage
     del received
 
@@ -165,11 +172,11 @@ def stages(bodies: list[bytes]) -> Iterator[tuple[str, Stage]]:
         assert not contradiction(batch)
         return batch
 
-    stage, _ = timed(checked)  # what it holds beside the array of before, which the columns stay in
+    stage, _ = timed(checked)  # what it holds beside the arrays of before, which the columns stay in
     yield "collate", stage
 
 
-def on_rank(rank: int, world: int, port: int, bodies: list[bytes], found: Any) -> None:
+def on_rank(rank: int, world: int, port: int, bodies: list[bytes], shape: RouteShape | None, found: Any) -> None:
     """Take the batch of rank 0 four times; put the seconds, and the bytes that arrived, of the best into ``found``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -184,7 +191,7 @@ def on_rank(rank: int, world: int, port: int, bodies: list[bytes], found: Any) -
     work = None
     if rank == 0:
         groups = [group.group for group in episodes(answers(bodies))]
-        work = w.TrainOn(adapter="a", batch=PackedGroups.of(groups))
+        work = w.TrainOn(adapter="a", batch=PackedGroups.of(groups, shape))
     runs = []
     for _ in range(4):
         dist.barrier()
@@ -193,12 +200,13 @@ def on_rank(rank: int, world: int, port: int, bodies: list[bytes], found: Any) -
         assert isinstance(taken, w.TrainOn)
         batch, _ = batch_of(trainer, state, taken.batch)
         runs.append((time.perf_counter() - began, time.process_time() - used))
-    nbytes = len(w._encode(taken)) + (batch.token_ids.nbytes + batch.rollout_logprobs.nbytes if rank else 0)
+    held = 8 + (0 if shape is None else shape.n_bytes)
+    nbytes = len(w._encode(taken)) + (batch.token_ids.numel() * held if rank else 0)
     found.put((rank, *map(min, zip(*runs, strict=True)), nbytes))
     dist.barrier()
 
 
-def over_ranks(world: int, bodies: list[bytes], tokens: int) -> dict[str, float]:
+def over_ranks(world: int, bodies: list[bytes], shape: RouteShape | None, tokens: int) -> dict[str, float]:
     """Of a token of the batch: ns until the last rank has its batch, of the processor on the slowest rank, and bytes
     that reach a rank other than 0, the mean."""
     context = mp.get_context("spawn")
@@ -206,7 +214,7 @@ def over_ranks(world: int, bodies: list[bytes], tokens: int) -> dict[str, float]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks = [
-        context.Process(target=on_rank, args=(rank, world, port, bodies if rank == 0 else [], found))
+        context.Process(target=on_rank, args=(rank, world, port, bodies if rank == 0 else [], shape, found))
         for rank in range(world)
     ]
     for rank in ranks:
@@ -227,6 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=1e6, help="answer tokens, about")
     parser.add_argument("--length", type=int, default=4096, help="of an answer")
     parser.add_argument("--ranks", type=int, nargs="*", default=[], help="numbers of ranks to measure over gloo")
+    parser.add_argument("--routes", type=int, nargs=2, help="layers with experts, experts of a token")
     parser.add_argument("--json", type=Path, help="write the figures here")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -234,9 +243,10 @@ def main() -> None:
     n_groups = max(1, round(chosen.tokens / (N_SAMPLES * chosen.length)))
     tokens = n_groups * N_SAMPLES * (chosen.length + PROMPT)
     figures = {}
-    bodies = [body(rng, chosen.length) for _ in range(n_groups)]
+    shape = RouteShape(*chosen.routes, experts=128) if chosen.routes else None
+    bodies = [body(rng, chosen.length, shape) for _ in range(n_groups)]
     table = Table("stage", "ns a token", "bytes a token", "peak", title=f"{tokens:,} tokens")
-    for name, stage in stages(bodies):
+    for name, stage in stages(bodies, shape):
         row = {"ns": 1e9 * stage.seconds / tokens, "bytes": stage.held / tokens, "peak": stage.peak / tokens}
         table.add_row(name, *(f"{x:,.1f}" for x in row.values()))
         figures |= {f"{name}_{key}": round(x, 2) for key, x in row.items()}
@@ -244,7 +254,7 @@ def main() -> None:
     Console(width=120).print(table)
     table = Table("ranks", "ns a token", "ns of the processor", "bytes a token and rank", title=f"{tokens:,} tokens")
     for world in chosen.ranks:
-        row = over_ranks(world, bodies, tokens)
+        row = over_ranks(world, bodies, shape, tokens)
         table.add_row(str(world), *(f"{x:,.2f}" for x in row.values()))
         figures |= {f"ranks_{world}_{key}": round(x, 2) for key, x in row.items()}
     if chosen.ranks:

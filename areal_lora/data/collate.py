@@ -28,7 +28,7 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
 PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines")
-OF_HELD = ("token_ids", "rollout_logprobs", "versions")
+OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
 """Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
@@ -65,6 +65,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         cu_seqlens=torch.from_numpy(cu_seqlens),
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(packed.columns[1].view(np.float32)),
+        routes=_routes(packed),
         versions=torch.from_numpy(versions if held is None else part_of(versions, lengths.tolist(), held)),
         shared_starts=host_tensor([row.shared for row in rows], torch.int64),
         rewards=host_tensor([row.reward for row in rows], torch.float32),
@@ -75,6 +76,17 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         held=None if held is None else torch.from_numpy(held),
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
     )
+
+
+def _routes(packed: PackedGroups) -> Tensor | None:
+    """[H, L, K] int16, -1 where a token has no route."""
+    shape, flat = packed.shape, packed.routes
+    if shape is None or flat is None:
+        return None
+    experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
+    if shape.dtype == "<u1":
+        experts[experts == 255] = -1
+    return torch.from_numpy(experts.reshape(-1, shape.layers, shape.per_token))
 
 
 def contradiction(batch: TrainBatch) -> str:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from areal_lora.errors import AlignmentError
-from areal_lora.types import Trajectory, TrajectoryGroup
+from areal_lora.types import RouteShape, Trajectory, TrajectoryGroup
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
@@ -33,15 +33,19 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     """Trajectories with R runs of versions in all (`types.TokenColumns`), and the columns of those that a rank holds.
 
-    ``columns`` are token ids and log-probabilities (the bits of float32). No message has them.
+    ``columns`` are token ids and log-probabilities (the bits of float32), ``routes`` the experts of the tokens, if
+    ``shape`` is that of their routes. No message has either.
     """
 
     rows: list[TrajectoryRow]
     versions: bytes  # [R, 2] int32
     columns: np.ndarray  # [2, H] int32
+    shape: RouteShape | None = None
+    routes: np.ndarray | None = None  # [H] of ``shape.n_bytes`` bytes
 
     @classmethod
-    def of(cls, groups: Sequence[TrajectoryGroup]) -> "PackedGroups":
+    def of(cls, groups: Sequence[TrajectoryGroup], shape: RouteShape | None = None) -> "PackedGroups":
+        """Raises AlignmentError for routes that are not of ``shape``."""
         each = [(g, group, t) for g, group in enumerate(groups) for t in group.trajectories]
         columns = [t.columns for _, _, t in each]
         rows = [
@@ -59,7 +63,9 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
             for (g, group, t), shared in zip(each, shared_starts([c.ids for c in columns]), strict=True)
         ]
         joined = bytearray().join([c.token_ids for c in columns] + [c.logprobs for c in columns])
-        return cls(rows, b"".join([c.versions for c in columns]), np.frombuffer(joined, "<i4").reshape(2, -1))
+        routes = None if shape is None else _routes([t for _, _, t in each], shape)
+        flat = np.frombuffer(joined, "<i4").reshape(2, -1)
+        return cls(rows, b"".join([c.versions for c in columns]), flat, shape, routes)
 
     @property
     def runs(self) -> np.ndarray:  # [R, 2] int32
@@ -68,6 +74,23 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     def part(self, held: np.ndarray) -> np.ndarray:
         """A copy of the columns [2, H] of the trajectories ``held`` [N] alone, of the columns of all."""
         return part_of(self.columns, [row.n_tokens for row in self.rows], held)
+
+    def routes_of(self, held: np.ndarray) -> np.ndarray:
+        """A copy of the routes [H, n_bytes] uint8 of the trajectories ``held`` [N] alone, of the routes of all."""
+        assert self.routes is not None
+        part = part_of(self.routes, [row.n_tokens for row in self.rows], held)
+        return part.view("<u1").reshape(-1, self.routes.itemsize)
+
+
+def _routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> np.ndarray:
+    """[T] of all trajectories. Tokens without a route have bytes 255. Raises AlignmentError."""
+    parts = []
+    for t in trajectories:
+        found, n_bytes = t.columns.routes, shape.n_bytes * len(t.columns)
+        if found and len(found) != n_bytes:
+            raise AlignmentError(f"trajectory {t.uid}: {len(found)} bytes of routes, {n_bytes} for {shape}")
+        parts.append(found or b"\xff" * n_bytes)
+    return np.frombuffer(bytearray().join(parts), f"V{shape.n_bytes}")
 
 
 def part_of(flat: np.ndarray, lengths: Sequence[int], held: np.ndarray) -> np.ndarray:

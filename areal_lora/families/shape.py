@@ -10,6 +10,7 @@ from typing import Any
 
 from areal_lora.families.family import Experts, Family, Scope
 from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
+from areal_lora.types import RouteShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -47,6 +48,10 @@ class ModelShape:
     @property
     def dense_layers(self) -> int:
         return self.layers - self.moe_layers
+
+    @property
+    def routes(self) -> RouteShape:
+        return RouteShape(self.moe_layers, self.experts_per_token, self.experts)
 
     def width(self, scope: Scope) -> int:
         """Width of the gated MLP of a scope."""

@@ -120,6 +120,7 @@ class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int] | None = None
     logprobs: TokenLogprobs | None = None
     columns: TokenColumns | None = None
+    prompt_routes: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +198,8 @@ class CompletionClient:
             request, logprobs=request.logprobs or 0, return_token_ids=True, return_columns=True
         )
         _, choices = await self.complete(ref, request, timeout_s)
-        return [_generation(choice, ref if self.pins else None) for choice in choices]
+        routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
+        return [_generation(choice, ref if self.pins else None, routes, n_prompt) for choice in choices]
 
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
@@ -305,17 +307,22 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
     return ref
 
 
-def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
-    """Tokens carry the version that the server reports (contract C2)."""
+def _generation(
+    choice: SampledChoice, pinned: AdapterRef | None, prompt_routes: bytes = b"", n_prompt: int = 0
+) -> Generation:
+    """Tokens carry the version that the server reports (contract C2), and where it returns them their routes."""
     columns = choice.columns or _columns(choice, pinned)
     if columns.runs[:, 0].min() < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
+    if len(prompt_routes) * len(columns) != len(columns.routes) * n_prompt:
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has routes for a part of its tokens")
     return Generation(
         columns=columns,
         finish_reason=choice.finish_reason or "",
         text=choice.text,
         top_logprobs=choice.logprobs.top_ids if choice.logprobs else None,
+        prompt_routes=prompt_routes,
     )
 
 

@@ -56,7 +56,9 @@ class PackedTurns:
         self.parts.append(TokenColumns.unsampled(token_ids))
 
     def sampled(self, answer: Generation) -> None:
-        """Append what the model answered to all of the tokens so far."""
+        """Append what the model answered to all of the tokens so far, of which those without a route have one now."""
+        if answer.prompt_routes:
+            self.parts = [self.columns.routed(answer.prompt_routes)]
         self.parts.append(answer.columns)
         self.finish_reason = answer.finish_reason
 

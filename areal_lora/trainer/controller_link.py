@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_runs
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.families.shape import read_shape
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_messages import EvalResult
@@ -62,6 +64,8 @@ class ControllerLink:
         self._runs, self._client, self._recorder = adapter_runs(config), client, recorder
         self._evals = {name: EvalTracker.restored(state) for name, state in restored.items()}
         self._ledgers = {name: state.ledger for name, state in restored.items()}
+        replays = config.behaviour.router_replay == "rollout"
+        self._routes = read_shape(Path(config.model.folder)).routes if replays else None
 
     def state(self, adapter: str) -> ControllerState:
         tracker = self._evals[adapter]
@@ -120,7 +124,7 @@ class ControllerLink:
         self._recorder.status(f"step {ref.version}: training {ref.name}")
         self._ledgers[ref.name] = batch.snapshot
         self._recorder.batch(batch)
-        return TrainOn(adapter=ref.name, batch=PackedGroups.of(batch.groups))
+        return TrainOn(adapter=ref.name, batch=PackedGroups.of(batch.groups, self._routes))
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
         """The controller starts to roll out for ``adapter`` at ``version``; returns why it cannot, or nothing."""

@@ -115,6 +115,21 @@ def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | 
     return Finding("adapters.0.target_modules", f"servers have no room for {lacks[0]}", fix)
 
 
+def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
+    key, shape = "behaviour.router_replay", shape_of(facts)
+    if config.behaviour.router_replay == "off":
+        return
+    if shape is not None and not shape.experts:
+        yield Finding(key, "the model is dense: it has no router", "set it to off")
+    if config.adapters and all(adapter.sft.steps >= config.run.steps for adapter in config.adapters):
+        yield Finding(key, "every step trains on given answers, which no server has sampled", "set it to off")
+    if config.cluster.device != "cpu":
+        yield Finding(key, "vLLM's first model runner returns no routes on devices", "set it to off")
+    if config.rollout.adapter_mode == "merged":
+        reason = "vLLM returns no routes from the fused kernel of experts without LoRA"
+        yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to off")
+
+
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
     for problem in facts.code_problems:
         yield Finding(problem.path, problem.reason, problem.fix)

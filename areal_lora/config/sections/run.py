@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegFloat, NonNegInt, PositiveInt, Section
@@ -21,6 +21,11 @@ class ProfileConfig(Section):
 
 
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
+
+
+def _off(value: object) -> object:
+    """YAML reads a plain `off` as false."""
+    return "off" if value is False else value
 
 
 class RunConfig(Section):
@@ -94,6 +99,13 @@ class TrainerConfig(Section):
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
+
+
+class BehaviourConfig(Section):
+    """How the trainer's passes follow the policy that sampled."""
+
+    router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
+    """`rollout`: the trainer's passes use the experts that servers used for each token."""
 
 
 class RemoteConfig(Section):

@@ -142,8 +142,13 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
     columns = np.empty((2, int(batch.cu_seqlens.diff().numpy() @ own)), np.int32)
     with trainer.spans[state.name].span("exchange"):
         exchange.scatter(lambda part: packed.part(held[part]), of_ranks, columns)
+        routes = None
+        if packed.shape is not None:
+            room = np.empty((columns.shape[1], packed.shape.n_bytes), np.uint8)
+            exchange.scatter(lambda part: packed.routes_of(held[part]), of_ranks, room)
+            routes = room.view(f"V{packed.shape.n_bytes}")[:, 0]
     if others:
-        batch = collate(PackedGroups(packed.rows, packed.versions, columns), own)
+        batch = collate(PackedGroups(packed.rows, packed.versions, columns, packed.shape, routes), own)
     if problem := first_problem(contradiction(batch), exchange):
         raise AlignmentError(problem)
     return batch, histogram

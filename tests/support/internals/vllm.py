@@ -45,6 +45,8 @@ INTERNALS: tuple[Used, ...] = (
             "lora_target_modules",
             "worker_extension_cls",
             "distributed_executor_backend",
+            "additional_config",
+            "enable_return_routed_experts",
         ),
         calls=(("create_engine_config", ()),),
     ),
@@ -79,7 +81,11 @@ INTERNALS: tuple[Used, ...] = (
         why="as EngineCore",
     ),
     Used(module="vllm.outputs", name="RequestOutput", members=("outputs", "finished", "prompt_logprobs")),
-    Used(module="vllm.outputs", name="CompletionOutput", members=("token_ids", "logprobs", "finish_reason", "index")),
+    Used(
+        module="vllm.outputs",
+        name="CompletionOutput",
+        members=("token_ids", "logprobs", "finish_reason", "index", "routed_experts"),
+    ),
     Used(
         module="vllm.sampling_params",
         name="SamplingParams",
@@ -329,7 +335,7 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler",
-        members=("kv_cache_manager", "block_size", "max_num_active_reqs"),
+        members=("kv_cache_manager", "block_size", "max_num_active_reqs", "aux_output_connector", "cache_config"),
         calls=(
             ("schedule", ("throttle_prefills",)),
             ("_handle_blocked_waiting_request", ("request",)),
@@ -340,6 +346,12 @@ INTERNALS: tuple[Used, ...] = (
         ),
         on="cpu",
         why="a group's prompt is computed once, and an answer is one message",
+    ),
+    Used(
+        module=f"{_EXPERTS}.routed_experts_capturer",
+        members=("RoutedExpertsCapturer", "bind_routed_experts_capturer"),
+        on="cpu",
+        why="routes are returned by the second model runner only",
     ),
     Used(
         module="vllm.v1.core.kv_cache_manager",

@@ -7,14 +7,16 @@ injected; everything it was asked is kept.
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
-from areal_lora.types import TokenColumns
+from areal_lora.types import RouteShape, TokenColumns
 
 Answer = tuple[list[int], str]
 
@@ -22,6 +24,14 @@ Answer = tuple[list[int], str]
 def echo_answer(prompt: list[int], sample: int) -> Answer:
     """Two tokens that name the sample, and a text that names the prompt."""
     return [1000 + sample, 2], f"{sum(prompt)}"
+
+
+def routes_of(shape: RouteShape, token_ids: list[int]) -> np.ndarray:
+    """[T, L, K] of what a server has read: by token and place; the last one was sampled and not read."""
+    ids, places = np.array(token_ids)[:, None], np.arange(len(token_ids))[:, None]
+    rows = (7 * ids + 31 * places + np.arange(shape.layers * shape.per_token)) % shape.experts
+    rows[-1] = -1
+    return rows.reshape(-1, shape.layers, shape.per_token)
 
 
 def no_calls(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,7 +55,7 @@ class FakeServer:
 
     ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
     the server use another version than the one asked for. Without ``columns`` it ignores ``return_columns``, as stock
-    vLLM. ``parse`` answers ``POST /v1/tool_calls``.
+    vLLM. With ``routes`` its answers have routes of that shape. ``parse`` answers ``POST /v1/tool_calls``.
     """
 
     models: set[str] = field(default_factory=set)
@@ -55,6 +65,7 @@ class FakeServer:
     served_as: Callable[[str], str] = lambda model: model
     parse: Callable[[dict[str, Any]], list[dict[str, Any]]] = no_calls
     columns: bool = True
+    routes: RouteShape | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     port: int = 0
@@ -134,6 +145,11 @@ class FakeServer:
                     choice["logprobs"]["top_ids"] = [{t: v, 65: v - 1} for t, v in zip(token_ids, values, strict=True)]
             if self.columns and body.get("return_columns"):
                 made = TokenColumns.of(choice.pop("token_ids"), values, choice.pop("versions"))
+                if self.routes is not None:
+                    rows = routes_of(self.routes, prompt + token_ids).astype(self.routes.dtype)
+                    made = made.routed(rows[len(prompt) :].tobytes())
+                    if sample == 0:
+                        choice["prompt_routes"] = base64.b64encode(rows[: len(prompt)].tobytes()).decode()
                 choice["columns"] = msgspec.to_builtins(made)
                 del choice["logprobs"]["token_logprobs"]
             choices.append(choice)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from random import Random, SystemRandom
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ from areal_lora.data.collate import (
 )
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, StalenessError
-from areal_lora.types import AdapterRef, TokenColumns, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, RouteShape, TokenColumns, Trajectory, TrajectoryGroup
 
 
 def _trajectory(uid: str, n_prompt: int, n_answer: int, version: int, reward: float, sample: int = 0) -> Trajectory:
@@ -62,6 +65,44 @@ def test_select_moves_whole_sequences() -> None:
     assert batch.rewards.tolist() == [0.5, 1.0]
     assert batch.sample_ids.tolist() == [2, 0]
     assert torch.allclose(batch.rollout_logprobs[batch.loss_mask], -batch.token_ids[batch.loss_mask] / 1000)
+
+
+@pytest.mark.parametrize("experts", [8, 255, 256, 4000])
+def test_routes_are_those_of_each_token(experts: int) -> None:
+    """Random ones, of random trajectories; of the others, and where a layer chose none, -1."""
+    seed = SystemRandom().randrange(10_000)
+    print(f"seed {seed}")
+    rng, shape, want, groups = Random(seed), RouteShape(layers=3, per_token=2, experts=experts), [], []
+    assert shape.n_bytes == (6 if experts < 256 else 12)
+    for g in range(3):
+        made = []
+        for s in range(3):
+            one = _trajectory("abc"[g], rng.randrange(1, 4), rng.randrange(1, 4), 4, 0.0, s)
+            rows = np.array([[rng.choice((-1, 0, experts - 1, 1)) for _ in range(6)] for _ in one.token_ids])
+            if rng.random() < 0.5:
+                routed = one.columns.routed(rows.astype(shape.dtype).tobytes())
+                one = replace(one, columns=msgspec.msgpack.decode(msgspec.msgpack.encode(routed), type=TokenColumns))
+            else:
+                rows[:] = -1
+            want.append(rows.reshape(-1, 3, 2))
+            made.append(one)
+        groups.append(TrajectoryGroup(uid=f"0:{g}", trajectories=tuple(made)))
+    batch = collate(PackedGroups.of(groups, shape))
+    assert batch.routes is not None
+    assert batch.routes.dtype == torch.int16
+    assert batch.routes.tolist() == np.concatenate(want).tolist()
+    moved = select(batch, [5, 0])
+    assert moved.routes is not None
+    assert moved.routes.tolist() == np.concatenate([want[5], want[0]]).tolist()
+    assert collate(PackedGroups.of(groups)).routes is None
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    one = GROUPS[0].trajectories[0]
+    wrong = replace(one, columns=one.columns.routed(bytes(5 * len(one.token_ids))))
+    groups = [TrajectoryGroup(uid="0:x", trajectories=(wrong,))]
+    with pytest.raises(AlignmentError, match="trajectory a: 25 bytes of routes, 30 for RouteShape"):
+        PackedGroups.of(groups, RouteShape(layers=3, per_token=2, experts=8))
 
 
 def test_a_sequence_that_is_moved_shares_nothing_with_the_one_that_is_before_it_then() -> None:

@@ -58,6 +58,12 @@ def cut(reply: dict[str, Any]) -> None:
     reply["choices"][1]["columns"]["logprobs"] = ""
 
 
+def unrouted(reply: dict[str, Any]) -> None:
+    """Routes of the prompt, and of the first answer alone."""
+    reply["choices"][0] |= {"prompt_routes": "AAAA"}
+    reply["choices"][0]["columns"]["routes"] = "AAAA"
+
+
 def test_request_and_answer() -> None:
     server = FakeServer()
     first, second = asyncio.run(ask(server))
@@ -119,6 +125,7 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (spoil(logprobs=[-0.5, float("nan")]), FaultKind.PROTOCOL),
         (spoil(versions=[3, -1]), FaultKind.PROTOCOL),
         (edited(cut, columns=True), FaultKind.PROTOCOL),
+        (edited(unrouted, columns=True), FaultKind.PROTOCOL),
         (edited(swap("finish_reason", "abort")), FaultKind.ABORTED),
         (edited(swap("finish_reason", None)), FaultKind.ABORTED),
     ],

@@ -31,6 +31,20 @@ def test_turns_are_packed_as_written_by_hand() -> None:
     check_alignment(made)
 
 
+def test_each_token_has_the_route_of_the_first_version_that_read_it() -> None:
+    """Also over turns with more than one version: the second one reads all tokens again, and chooses otherwise."""
+    packed = PackedTurns()
+    packed.given([5, 6])
+    first = TokenColumns.of([10, 11], [-0.1, -0.2], [3, 3], bytes([1, 1, 255, 255]))
+    packed.sampled(Generation(columns=first, finish_reason="stop", prompt_routes=bytes([1] * 4)))
+    packed.given([7])
+    second = TokenColumns.of([12], [-0.1], [4], bytes([255, 255]))
+    packed.sampled(Generation(columns=second, finish_reason="stop", prompt_routes=bytes([2] * 10)))
+    assert list(packed.columns.routes) == [1] * 6 + [2] * 4 + [255] * 2
+    with pytest.raises(ValueError, match="of routes are not of the same 6 tokens"):
+        PackedTurns([TokenColumns.unsampled(packed.token_ids)]).columns.routed(bytes(7))
+
+
 def test_a_completion_continues_the_longest_conversation_that_it_extends() -> None:
     conversations: list[PackedTurns] = []
     join(conversations, [1, 2], answer(3))

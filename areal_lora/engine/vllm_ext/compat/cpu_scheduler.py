@@ -1,4 +1,4 @@
-"""A scheduler for groups of answers: one computation of a prompt, one message per answer.
+"""A scheduler for groups of answers: one computation of a prompt, one message per answer; and routes of their tokens.
 
 A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
 (32 tokens on a CPU), and its engine sends every token to the server's process.
@@ -9,12 +9,18 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
 from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
+ROUTES = "areal_lora_routes"
+"""Key in vLLM's ``additional_config``: routes are returned. vLLM's own argument requires its second model runner."""
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 
 
@@ -34,7 +40,63 @@ def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
             logprobs=np.concatenate([step.logprobs[:, :width] for step in steps]),
             sampled_token_ranks=np.concatenate([step.sampled_token_ranks for step in steps]),
         )
+    if routes := [output.routed_experts for output in outputs if output.routed_experts is not None]:
+        last.routed_experts = np.concatenate(routes)
     return last
+
+
+class KeptRoutes:
+    """Routes beside the KV cache, in place of the scheduler's part of vLLM's auxiliary outputs.
+
+    A token's route is kept at the place of its key and value: a request whose first tokens are cached, in whole blocks
+    or in part of one, has their routes, too. vLLM's own store knows whole blocks and the second model runner.
+    """
+
+    _rows = np.empty((0, 0, 0), np.uint8)  # [places of the KV cache, all layers, K]
+
+    def __init__(self, manager: Any, places: int, block_size: int) -> None:
+        self._manager, self._places, self._size = manager, places, block_size
+        self._cached: dict[str, tuple[int, np.ndarray]] = {}
+
+    def start(self, request: Request, blocks: Sequence[Any], n: int) -> None:
+        """The first ``n`` tokens of ``request`` are in ``blocks``. A last one in part is another's, and may change.
+
+        Whole ones are its own from now on; what computes them may be a request of the same step.
+        """
+        self._cached.pop(request.request_id, None)
+        if n:
+            self._cached[request.request_id] = n, self._rows[self._at(blocks, n - n % self._size, n)]
+
+    def take_output(self, request: Request, output: dict[str, np.ndarray]) -> np.ndarray:
+        """[n, L, K] of the prompt with the first token, then of the one before the token that was sampled now."""
+        name, rows = request.request_id, output[request.request_id]
+        if not len(self._rows):
+            self._rows = np.empty((self._places, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
+        blocks, end = self._manager.get_blocks(name).blocks[0], request.num_tokens - 1
+        if name in self._cached:
+            n, tail = self._cached.pop(name)
+            at = self._at(blocks, 0, n - len(tail))
+            whole = self._rows[at]
+            whole[at < self._size] = np.iinfo(whole.dtype).max  # block 0 is in place of what attention needs no more
+            rows = np.concatenate([whole, tail, rows])
+        self._rows[self._at(blocks, end - len(rows), end)] = rows
+        return rows if request.num_output_tokens == 1 else rows[-1:]  # more were computed again: it was preempted
+
+    def request_finished(self, request: Request) -> None:
+        self._cached.pop(request.request_id, None)
+
+    def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
+        """Workers need nothing."""
+
+    def reset(self) -> None:
+        """Nothing to do: places of the KV cache are written before they are read."""
+
+    def _at(self, blocks: Sequence[Any], start: int, end: int) -> np.ndarray:
+        """The places of tokens ``start`` to ``end`` of a request with ``blocks``."""
+        first = start // self._size
+        ids = np.array([block.block_id for block in blocks[first : -(-end // self._size)]], np.int64)
+        every = (ids[:, None] * self._size + np.arange(self._size)).ravel()
+        return every[start - first * self._size : end - first * self._size]
 
 
 class GroupScheduler(Scheduler):
@@ -48,9 +110,13 @@ class GroupScheduler(Scheduler):
     """
 
     max_num_active_reqs: int
+    aux_output_connector: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.vllm_config.additional_config.get(ROUTES):
+            places = self.cache_config.num_gpu_blocks * self.block_size
+            self.aux_output_connector = KeptRoutes(self.kv_cache_manager, places, self.block_size)
         self._unsent: dict[str, list[EngineCoreOutput]] = {}
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
 
@@ -72,6 +138,12 @@ class GroupScheduler(Scheduler):
         return ready
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        hit = self._find_hit(request)
+        if self.aux_output_connector is not None:
+            self.aux_output_connector.start(request, hit[0].blocks[0], hit[1])
+        return hit
+
+    def _find_hit(self, request: Request) -> tuple[Any, int, int, bool]:
         first = self._first(request)
         if first is not None:
             computed = request.num_tokens - 1  # sampling needs the hidden state of the last token
@@ -136,3 +208,28 @@ class GroupScheduler(Scheduler):
 def _key(request: Request) -> _Key:
     lora = request.lora_request
     return (0 if lora is None else lora.lora_int_id, request.cache_salt, tuple(request.prompt_token_ids or ()))
+
+
+def return_routes(worker: Any) -> None:
+    """Make a worker return the experts that the routers choose for each token of a step, if they are configured.
+
+    vLLM's second model runner captures them in the same way.
+    """
+    runner = worker.model_runner
+    if not runner.vllm_config.additional_config.get(ROUTES):
+        return
+    captured = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
+    bind_routed_experts_capturer(runner.model, captured)
+    plain = runner.sample_tokens
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        state = runner.execute_model_state
+        output = plain(grammar_output)
+        if state is not None:
+            counts = [state.scheduler_output.num_scheduled_tokens[request] for request in output.req_ids]
+            rows = captured.snapshot_routing_data(sum(counts)).numpy()
+            parts = np.split(rows, np.cumsum(counts)[:-1])
+            output.aux_output_connector_output = dict(zip(output.req_ids, parts, strict=True))
+        return output
+
+    runner.sample_tokens = sample_tokens

@@ -33,7 +33,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
-from areal_lora.families.shape import read_hf_config
+from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.layout import Payload
@@ -92,16 +92,20 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
     extra: dict[str, Any] = {}
+    replays = config.behaviour.router_replay == "rollout"
+    if replays and not on_cpu:
+        extra["enable_return_routed_experts"] = True
     if on_cpu:
         extra["enforce_eager"] = True
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import ROUTES, GroupScheduler
 
         # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
         extra["block_size"] = 32
         # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
         extra["enable_chunked_prefill"] = False
+        extra["additional_config"] = {ROUTES: replays}
         extra["scheduler_cls"] = GroupScheduler  # not on GPUs: their default schedules ahead of the model
         if rollout.tp == 1:
             extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
@@ -218,7 +222,9 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
     )
     host = own_place(config.cluster, run_folder).address
-    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers))
+    replays = config.behaviour.router_replay == "rollout"
+    shape = read_shape(Path(config.model.folder)) if replays else None
+    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers), shape)
     data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))
     return Parts(
         engine=engine,

@@ -38,6 +38,7 @@ from areal_lora.engine.vllm_ext.server.openai_api import (
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
 from areal_lora.types import TokenColumns
 
@@ -57,9 +58,11 @@ class DataPlane:
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         parsers: ToolCallParsers,
+        shape: ModelShape | None = None,
     ) -> None:
+        """``shape`` is that of the model if answers have the routes of its tokens."""
         self._adapters, self._generator, self._tokenizer, self._sampler = adapters, generator, tokenizer, sampler
-        self._parsers = parsers
+        self._parsers, self._shape = parsers, shape
         self._ids = itertools.count()
 
     def app(self) -> ASGIApp:
@@ -192,7 +195,10 @@ class DataPlane:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
         if body.return_columns:
-            choice.columns = TokenColumns.of(ids, values, part.versions)
+            routes = b"" if body.pin_version else self._routes(part, len(prompt) + len(ids))
+            cut = len(routes) // (len(prompt) + len(ids)) * len(prompt)
+            choice.columns = TokenColumns.of(ids, values, part.versions, routes[cut:])
+            choice.prompt_routes = None if index % body.n else routes[:cut] or None
             choice.token_ids = choice.versions = None
         if body.logprobs is not None:
             choice.logprobs = {} if body.return_columns else {"token_logprobs": values}
@@ -202,6 +208,13 @@ class DataPlane:
                 if body.return_token_ids:
                     choice.logprobs["top_ids"] = rows
         return choice
+
+    def _routes(self, part: SampledPart, n_tokens: int) -> bytes:
+        """[T, L, K] of prompt and answer as `RouteShape` describes them; the last token of an answer has no route."""
+        if self._shape is None or part.routes is None:
+            return b""
+        kept = part.routes[:n_tokens, list(self._shape.sparse_layers)].astype(self._shape.routes.dtype)
+        return kept.tobytes() + b"\xff" * (self._shape.routes.n_bytes * (n_tokens - len(kept)))
 
     def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
         decode = self._tokenizer.decode

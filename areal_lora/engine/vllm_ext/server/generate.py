@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -217,6 +218,13 @@ class Generator:
             log.warning("%d sequences that were cut did not continue within %g s", len(requests), FOLLOW_S)
         finally:
             await self.engine.engine_core.abort_requests_async(ended)
+
+    def routes(self, request: EngineRequest) -> np.ndarray | None:
+        """What the engine has returned so far of the routes of ``request``, which runs; None without any."""
+        processor = self.engine.output_processor
+        (name,) = processor.external_req_ids[request.request_id]
+        chunks = processor.request_states[name].routed_experts_chunks
+        return np.concatenate(chunks) if chunks else None
 
     async def final(
         self, token_ids: list[int], params: SamplingParams, lease: VersionLease, request: EngineRequest | None = None

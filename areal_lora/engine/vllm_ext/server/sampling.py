@@ -21,6 +21,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -75,6 +76,7 @@ class SampledPart:
 
     ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested. So does
     ``prompt_rows[t]`` for token t of the prompt.
+    ``routes`` [P + tokens - 1 or more, all layers, K] are the experts of prompt and answer, of the engine's request.
     ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
     """
 
@@ -85,6 +87,7 @@ class SampledPart:
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_rows: list[dict[int, float]] = field(default_factory=list)
+    routes: np.ndarray | None = None
     text: str = ""
     finish_reason: str | None = None
 
@@ -189,6 +192,9 @@ class Sampler:
                 whole.versions += part.versions
                 whole.logprobs += part.logprobs
                 whole.text += part.text
+                if part.routes is not None:  # a token has those of the first version that read it
+                    known = part.routes[:0] if whole.routes is None else whole.routes
+                    whole.routes = np.concatenate([known, part.routes[len(known) :]])
         return whole
 
     async def _sequence(
@@ -218,6 +224,7 @@ class Sampler:
                                 if n := next(ends, 0):  # that many tokens complete a stop string
                                     part.keep(n)
                                     part.finish_reason = "stop"
+                                    part.routes = self._generator.routes(request)
                                 part.text = text.take(part.finish_reason is not None)
                             done += part.token_ids
                             request.enough = part.finish_reason is not None
@@ -276,6 +283,7 @@ def _part(
         finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
         prompt_rows=prompt_rows(output),
+        routes=sample.routed_experts,
     )
 
 

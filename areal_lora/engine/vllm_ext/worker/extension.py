@@ -292,12 +292,17 @@ class AdapterWorkerExtension:
     """RPC methods of a worker; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
 
     rank: int
+    device: torch.device
 
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
         own_logprobs(self)
+        if self.device.type == "cpu":
+            from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
+
+            return_routes(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
     def al_describe(self) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.engine.vllm_ext import group_engine
@@ -22,6 +23,11 @@ def results() -> dict[str, Any]:
     return json.loads(said.strip().splitlines()[-1])
 
 
+def differing(some: Any, others: Any) -> float:
+    """The share of routes that differ: rounding decides between experts that are equally good for a token."""
+    return float((np.sort(some, axis=-1) != np.sort(others, axis=-1)).mean())
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_answers_of_a_group_are_those_of_single_requests(results: dict[str, Any], length: int) -> None:
     group, alone = results[str(length)]["group"], results[str(length)]["alone"]
@@ -29,6 +35,8 @@ def test_answers_of_a_group_are_those_of_single_requests(results: dict[str, Any]
     assert len({tuple(answer) for answer in alone["tokens"]}) == N, "the seeds make no difference"
     for together, single in zip(group["logprobs"], alone["logprobs"], strict=False):
         assert together == pytest.approx(single, abs=1e-5)
+    assert {len(routes) for routes in group["routes"]} == {length + NEW_TOKENS - 1}
+    assert differing(group["routes"][:N], alone["routes"]) < 0.01
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -64,5 +72,19 @@ def test_whole_answers_are_those_that_are_sent_token_by_token(results: dict[str,
     for n, (by_token, at_once) in enumerate(zip(streamed["steps"], whole["steps"], strict=True)):
         assert at_once == by_token, f"step {n}"
     assert whole["sent"] == streamed["sent"]
-    assert {end for _, _, end, _ in whole["sent"].values()} >= {"stop", "length"}
+    assert {end for _, _, end, *_ in whole["sent"].values()} >= {"stop", "length"}
+    assert all(len(routes) == n + len(tokens) - 1 for tokens, _, _, _, n, routes in whole["sent"].values())
     assert (whole["preempted"], whole["free"], whole["unsent"]) == (streamed["preempted"], results["free"], 0)
+
+
+def test_a_request_that_was_preempted_has_the_routes_of_one_that_was_not(results: dict[str, Any]) -> None:
+    """Once each, in their order: the engine computes its tokens again."""
+    enough, few = (results["busy"][case][1] for case in (0, 1))
+    again = [
+        name for name in few["sent"] if name[:3] in few["preempted"] and few["sent"][name] and name in enough["sent"]
+    ]
+    pairs = [(few["sent"][name], enough["sent"][name]) for name in again]
+    same = [(one[-1], other[-1]) for one, other in pairs if one[0] == other[0]]
+    assert len(same) > 1
+    one, other = (np.concatenate(each) for each in zip(*same, strict=True))
+    assert differing(one, other) < 0.01

@@ -121,7 +121,8 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
         assert columns.ids.tolist() == choice["token_ids"]
         assert largest(columns.scores.tolist(), choice["logprobs"]["token_logprobs"]) < 1e-4
         assert columns.each_version.tolist() == choice["versions"]
-        assert {"token_ids", "versions"}.isdisjoint(other)
+        assert {"token_ids", "versions", "prompt_routes"}.isdisjoint(other)
+        assert "routes" not in other["columns"], "router_replay is off"
 
 
 def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: RunningServer) -> None:

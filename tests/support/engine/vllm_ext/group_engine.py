@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+REPLAYS = ["behaviour.router_replay=rollout"]
 N, NEW_TOKENS = 4, 12
 FREE_BLOCKS = (400, 40)  # of the KV cache in a busy engine: enough for all, and so few that requests are preempted
 LENGTHS = (9, 32, 33, 64, 70)  # of prompts: shorter than a block of 32, whole blocks, one more, between
@@ -32,15 +33,17 @@ class Watched:
         from vllm import LLM, EngineArgs
 
         from areal_lora.config.load import load_config
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
         from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
-        config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
+        config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], REPLAYS)
         args = engine_args(config)
         values = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"worker_extension_cls": ""}
         self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
         core = self.engine.engine_core.engine_core
         own_logprobs(core.model_executor.driver_worker.worker)
+        return_routes(core.model_executor.driver_worker.worker)
         self.scheduler = core.scheduler
         self.computed = 0
         self.messages: list[int] = []  # tokens of every output that left the engine
@@ -85,6 +88,7 @@ class Watched:
         return {
             "tokens": [list(answer.token_ids) for answer in answers],
             "logprobs": [[row[t].logprob for t, row in zip(a.token_ids, a.logprobs, strict=True)] for a in answers],
+            "routes": [answer.routed_experts.tolist() for answer in answers],
             "computed": self.computed,
             "messages": list(self.messages),
             "unsent": len(self.scheduler._unsent),
@@ -173,7 +177,15 @@ def busy(engine: Watched, whole: bool, free_blocks: int) -> dict[str, Any]:
             answer = output.outputs[0]
             rows = [sorted((t, p.logprob, p.rank) for t, p in row.items()) for row in answer.logprobs or ()]
             if output.finished:  # an aborted answer has outputs only if it was streamed
-                sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
+                routes = answer.routed_experts.tolist()
+                sent[output.request_id] = [
+                    list(answer.token_ids),
+                    rows,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    len(output.prompt_token_ids),
+                    routes,
+                ]
         if n > len(waiting) and not engine.engine.has_unfinished_requests():
             break
     scheduler.schedule = schedule
@@ -203,7 +215,7 @@ def main(examples: Path) -> None:
         alone = [engine.run([(prompts[0], 3 + k, 1, False)]) for k in range(N)]
         engine.scheduler.reset_prefix_cache()
         results[str(length)] = {
-            "alone": {"tokens": [a["tokens"][0] for a in alone], "logprobs": [a["logprobs"][0] for a in alone]},
+            "alone": {what: [a[what][0] for a in alone] for what in ("tokens", "logprobs", "routes")},
             "group": engine.run([(prompts[0], 3, N, True), (prompts[1], 90, 1, False)]),
         }
         engine.scheduler.reset_prefix_cache()

@@ -9,10 +9,13 @@ from typing import Any
 import openai
 import pytest
 
+from areal_lora.data.collate import collate
+from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.workflow import Episode
+from areal_lora.types import RouteShape
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
-from tests.support.rollout.fake_server import FakeServer, Fault
+from tests.support.rollout.fake_server import FakeServer, Fault, routes_of
 from tests.support.rollout.texts import EOS
 
 CALL = 'ok{add {"a": 1, "b": 2}}'
@@ -64,7 +67,9 @@ def test_a_chat_with_tools_is_one_trajectory_of_the_sampled_tokens(first: str, s
             else:
                 assert (choice.finish_reason, choice.message.content) == ("stop", "it is 3")
 
-    episode = run(agent, saying([first, "it is 3"]))
+    server, shape = saying([first, "it is 3"]), RouteShape(layers=3, per_token=2, experts=300)
+    server.routes = shape
+    episode = run(agent, server)
     (made,), (turns,) = episode.group.trajectories, (json.loads(text) for text in episode.turns)
     assert [(turn["role"], turn["content"]) for turn in turns] == [
         ("user", "hi"),
@@ -79,6 +84,9 @@ def test_a_chat_with_tools_is_one_trajectory_of_the_sampled_tokens(first: str, s
     )
     want = oracle(("told", "[add]<user:hi>"), ("sampled", first), ("told", "<tool:3>"), ("sampled", "it is 3"))
     assert (made.token_ids, made.loss_mask) == want
+    batch = collate(PackedGroups.of([episode.group], shape))
+    assert batch.routes is not None
+    assert batch.routes.tolist() == routes_of(shape, made.token_ids).tolist(), "all tokens but the last were read"
     if first == CALL:  # what the template itself writes of the whole conversation
         call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
         turns: list[Any] = [*MESSAGES, {"role": "assistant", "content": "ok", "tool_calls": [call]}]

@@ -25,7 +25,7 @@ from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.collective.next_work import batch_of
 from areal_lora.trainer.work import TrainOn, _encode, share
-from areal_lora.types import AdapterRef, TokenColumns, TrainBatch, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, RouteShape, TokenColumns, TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.trainer.recorded import make_adapter
 
@@ -50,11 +50,21 @@ def trajectory(random: Random, group: int, sample: int, prompt: list[int]) -> Tr
     )
 
 
+SHAPE = RouteShape(layers=2, per_token=2, experts=8)
+
+
+def routed(made: Trajectory, random: Random) -> Trajectory:
+    routes = bytes(random.randrange(8) for _ in range(SHAPE.n_bytes * len(made.columns)))
+    return replace(made, columns=made.columns.routed(routes))
+
+
 def groups(seed: int = 0) -> list[TrajectoryGroup]:
     random, made = Random(seed), []
     for group in range(7):
         prompt = [random.randrange(1000) for _ in range(random.randint(1, 20))]
         rows = tuple(trajectory(random, group, sample, prompt) for sample in range(random.randint(1, 5)))
+        if group % 2:
+            rows = tuple(routed(one, random) for one in rows)
         made.append(TrajectoryGroup(uid=f"0:{group}", trajectories=rows))
     return made
 
@@ -117,7 +127,7 @@ def passes(batch: TrainBatch, layout: ParallelLayout, dp_rank: int, minibatches:
 def test_every_pass_of_a_rank_has_the_tokens_that_it_has_with_the_whole_batch(
     layout: ParallelLayout, minibatches: int
 ) -> None:
-    packed = PackedGroups.of(groups())
+    packed = PackedGroups.of(groups(), SHAPE)
     adapter, whole = make_adapter(minibatches=minibatches), collate(packed)
     assert len(_encode(TrainOn(adapter="a", batch=packed))) < 100 * len(packed.rows), "a message has no columns"
     found = on_all(layout, adapter, packed)
@@ -136,6 +146,7 @@ def test_every_pass_of_a_rank_has_the_tokens_that_it_has_with_the_whole_batch(
             assert batch.held is not None
             held[dp_rank] = batch.held
             assert batch.token_ids.numel() == int(batch.cu_seqlens.diff()[batch.held].sum())
+            assert torch.equal(batch.routes, whole.routes[batch.held.repeat_interleave(batch.cu_seqlens.diff())])
     assert equal(found[0][0], whole), "rank 0 has all"
     if minibatches == 1 and layout.dp == 4:
         assert (held[1:].sum(0) <= 1).all(), "a sequence is on one rank"

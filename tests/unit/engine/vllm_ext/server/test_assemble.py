@@ -8,6 +8,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.support import ENGINE_ARGS
+from areal_lora.engine.vllm_ext.compat.cpu_scheduler import ROUTES
 from areal_lora.engine.vllm_ext.server.assemble import AsyncEngineArgs, engine_args, engine_context
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
@@ -40,6 +41,7 @@ def args_of(*overrides: str) -> AsyncEngineArgs:
 def test_what_other_keys_decide_is_refused_as_a_further_argument() -> None:
     """Each argument that differs from vLLM's default without ``rollout.engine_args``, but for those of CPUs."""
     of_cpus = {"enforce_eager", "block_size", "enable_chunked_prefill", "scheduler_cls", "distributed_executor_backend"}
+    of_cpus.add("additional_config")
     ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(AsyncEngineArgs(model=""))
     decided = {name for name in ours if ours[name] != defaults[name]} - of_cpus
     assert decided >= {"model", "dtype", "max_loras", "worker_extension_cls"}
@@ -51,3 +53,12 @@ def test_further_arguments_reach_vllm() -> None:
     assert (args.block_size, args.enforce_eager) == (64, True)
     with pytest.raises(ConfigError, match=r"rollout.engine_args.quantisation: .* no such argument \(fix: use quantiza"):
         args_of("rollout.engine_args.quantisation=fp8")
+
+
+def test_servers_return_routes_where_the_trainer_replays_them() -> None:
+    """Through vLLM's own argument on devices."""
+    assert args_of("behaviour.router_replay=rollout").additional_config == {ROUTES: True}
+    assert args_of().additional_config == {ROUTES: False}
+    for device in ("cpu", "cuda"):
+        on_device = args_of(f"cluster.device={device}", "behaviour.router_replay=rollout", "rollout.kv_cache_gib=1")
+        assert on_device.enable_return_routed_experts == (device == "cuda")

@@ -9,27 +9,33 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_lora.types import TokenColumns
+from areal_lora.tokens import TokenColumns
 
 
 @pytest.mark.parametrize("_", range(3))
 def test_columns_hold_what_lists_held(_: int) -> None:
     seed = random.SystemRandom().randrange(10_000)
     print(f"seed {seed}")
-    rng, parts, want = random.Random(seed), [], list[tuple[int, float, int]]()
+    rng, parts, want, routes = random.Random(seed), [], list[tuple[int, float, int]](), b""
+    width = rng.choice((0, 3))
     for _ in range(rng.randrange(6)):
         ids = [rng.randrange(200_000) for _ in range(rng.randrange(5))]
         if rng.random() < 0.5:
             parts.append(TokenColumns.unsampled(ids))
-            want += [(token, 0.0, -1) for token in ids]
+            rows = [(token, 0.0, -1) for token in ids]
         else:
             rows = [(token, float(np.float32(-rng.random())), rng.randrange(3)) for token in ids]
             parts.append(TokenColumns.of(*zip(*rows, strict=True)) if rows else TokenColumns.of([], [], []))
-            want += rows
+        want += rows
+        if rows and width and rng.random() < 0.7:
+            parts[-1] = parts[-1].routed(rng.randbytes(width * len(rows)))
+        routes += parts[-1].routes or b"\xff" * (width * len(parts[-1]))
     made = TokenColumns.joined(parts)
+    assert made.routes in (routes, b"")
+    assert bool(made.routes) == any(part.routes for part in parts)
     for columns in (made, msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=TokenColumns)):
         assert list(zip(columns.ids.tolist(), columns.scores.tolist(), columns.each_version.tolist())) == want
-        assert len(columns) == len(want)
+        assert (len(columns), columns.routes) == (len(want), made.routes)
         assert columns.n_sampled == sum(version >= 0 for _, _, version in want)
         assert set(columns.sampled[:, 0].tolist()) == {version for _, _, version in want if version >= 0}
 
@@ -37,6 +43,17 @@ def test_columns_hold_what_lists_held(_: int) -> None:
 def test_versions_take_no_space_per_token() -> None:
     assert TokenColumns.of(range(1000), [0.0] * 1000, [-1] * 400 + [3] * 600).runs.tolist() == [[-1, 400], [3, 600]]
     assert TokenColumns.of([5, 6], [-0.1, -0.2], [0, 0]).runs.tolist() == [[0, 2]]
+
+
+def test_columns_without_routes_take_no_space_for_them_and_old_records_are_read() -> None:
+    made = TokenColumns.of([5, 6], [-0.1, -0.2], [0, 0])
+    record = msgspec.msgpack.decode(msgspec.msgpack.encode(made))
+    assert record.keys() == {"token_ids", "logprobs", "versions"}
+    assert msgspec.convert(record, TokenColumns) == made
+    assert made.routed(b"12") != made
+    for routes in (b"123", b"1"):
+        with pytest.raises(ValueError, match="routes are not of the same 2 tokens"):
+            made.routed(routes)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Columns of tokens: what travels of them from a server to the trainer. `areal_lora.types` has them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+ArrayLike: TypeAlias = Sequence[float] | np.ndarray
+
+
+class RouteShape(msgspec.Struct, frozen=True):
+    """Sizes of the routes of a token: each of ``layers`` sparse layers chooses ``per_token`` of ``experts``.
+
+    As bytes, [L, K] of ``dtype``: the highest value is no expert, so that bytes 255 are no route in either type.
+    """
+
+    layers: int
+    per_token: int
+    experts: int
+
+    @property
+    def dtype(self) -> str:
+        return "<u1" if self.experts < 256 else "<u2"
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layers * self.per_token * np.dtype(self.dtype).itemsize
+
+
+class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
+    """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
+
+    ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
+    sampled, and have the log-probability 0. ``routes`` are the experts of each token where the server returned them
+    (`RouteShape`). Raises ValueError for arrays that are not of the same T tokens.
+    """
+
+    token_ids: bytes  # [T] int32
+    logprobs: bytes  # [T] float32, of the behaviour policy
+    versions: bytes  # [R, 2] int32
+    routes: bytes = b""  # [T, L, K] uint8 or uint16; empty: of no token
+
+    def __post_init__(self) -> None:
+        runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
+        sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
+        if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
+            raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
+        if self.routes and (not len(self) or len(self.routes) % len(self)):
+            raise ValueError(f"{len(self.routes)} bytes of routes are not of the same {len(self)} tokens")
+
+    @classmethod
+    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, routes: bytes = b"") -> TokenColumns:
+        """Of three arrays [T], and their ``routes``."""
+        each = np.array(versions, "<i4")
+        starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
+        runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
+        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes(), routes)
+
+    @classmethod
+    def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
+        ids = np.array(token_ids, "<i4").tobytes()
+        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
+        """One after the other. Where some have routes, the tokens of the others have no route."""
+        each = [b"".join([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs", "versions")]
+        if width := max([len(part.routes) // len(part) for part in parts if part.routes], default=0):
+            each.append(b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts]))
+        return cls(*each)
+
+    def routed(self, routes: bytes) -> TokenColumns:
+        """With ``routes`` of the same tokens for those without a route. Raises ValueError for another number."""
+        if self.routes:
+            mine, given = (np.frombuffer(each, "<u1").reshape(len(self), -1) for each in (self.routes, routes))
+            routes = np.where((mine == 255).all(axis=1, keepdims=True), given, mine).tobytes()
+        return msgspec.structs.replace(self, routes=routes)
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def ids(self) -> np.ndarray:  # [T] int32
+        return np.frombuffer(self.token_ids, "<i4")
+
+    @property
+    def scores(self) -> np.ndarray:  # [T] float32
+        return np.frombuffer(self.logprobs, "<f4")
+
+    @property
+    def runs(self) -> np.ndarray:  # [R, 2] int32
+        return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
+
+    @property
+    def sampled(self) -> np.ndarray:  # [R', 2] int32
+        """The runs of tokens that the model sampled."""
+        return self.runs[self.runs[:, 0] >= 0]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The oldest and the newest version that sampled a token; ValueError if none did."""
+        versions = self.sampled[:, 0]
+        return int(versions.min()), int(versions.max())
+
+    @property
+    def n_sampled(self) -> int:
+        return int(self.sampled[:, 1].sum())
+
+    @property
+    def each_version(self) -> np.ndarray:  # [T] int32
+        return self.runs[:, 0].repeat(self.runs[:, 1])
