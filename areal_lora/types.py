@@ -367,6 +367,7 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T] fp32
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
+    routes: torch.Tensor | None = None  # [H, L, K] int16: the server's choices in L layers with experts; -1: own choice
 
     @property
     def n_sequences(self) -> int:
@@ -381,10 +382,9 @@ class TrainBatch:
 class ShardManifest:
     """Announcement of a publish (contract C3).
 
-    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
-    offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
-    ``session`` counts the starts of the run's trainer (`run_folder.trainer_session`), ``resumed_from`` is the version
-    of the adapter that this session has loaded: a version is what its session and its number name.
+    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes, offsets, rank, alpha,
+    targets; the tensors' fingerprints follow on the wire. ``session`` counts starts of the run's trainer, and
+    ``resumed_from`` is the version that it has loaded: a version is what its session and its number name.
     """
 
     run: str
