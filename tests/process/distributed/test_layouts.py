@@ -155,7 +155,7 @@ def kinds(case: Case) -> Iterator[object]:
         "ep": case.ep > 1,
         "etp": case.etp > 1,
         "pp": case.pp > 1,
-        "cp": case.cp > 1,
+        "cp": case.cp > 1 and case.replays,
         "dp": case.world > case.tp * case.cp * case.pp,
         f"{case.expert_layout} of several ranks": case.world > 1,
         "dropout of several ranks": case.dropout and case.world > 1,

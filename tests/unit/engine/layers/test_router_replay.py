@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def score(folder: Path, routes: Tensor | None) -> tuple[Tensor, Tensor]:
     for row, own in zip(ROWS, parts, strict=True):
         chosen.clear()
         for layer, gate in enumerate(gates):
-            gate.forward = lambda x, g=gate, its=None if own is None else own[:, layer]: weigh(g, its, x)
+            gate.forward = partial(weigh, gate, None if own is None else own[:, layer])
         with torch.no_grad():
             logp = model(torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
         scores += [torch.zeros(1), logp.gather(1, torch.tensor(row)[1:, None])[:, 0]]
