@@ -5,12 +5,10 @@ sums of 1, factors), so hidden states get the gradients of its formula. The base
 and no bias of a router moves. A choice is replaced where it is made, so a layer that is recomputed replays it again.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from areal_lora.engine.layers.active import ActiveAdapters
@@ -31,37 +29,33 @@ class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(self, routes: Tensor, n: int) -> None:
         super().__init__()
-        self._routes, self._scores, self.replayed = routes, torch.Size((len(routes), n)), 0
+        self._routes, self._shapes, self.replayed = routes, [(len(routes), n), routes.shape], 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or (args[0].shape, found[1].shape) != (
-            self._scores,
-            self._routes.shape,
-        ):
+        if func not in (torch.topk, Tensor.topk) or [args[0].shape, found[1].shape] != self._shapes:
             return found
         self.replayed += 1
         return type(found)(replay(args[0], found[1], self._routes))
 
 
-def follow_routes(router: nn.Module, active: ActiveAdapters, layer: int, n: int) -> None:
+def follow_routes(router: Any, active: ActiveAdapters, layer: int, n: int) -> None:
     """Let a ``router`` of ``n`` experts, at a layer counted among those with experts, follow the tokens' routes.
 
-    The pass raises ConfigError if it does not choose them at one place.
+    A pass with routes raises ConfigError unless the router chooses of all experts once.
     """
-    router.forward = partial(_routed, router.forward, f"{type(router).__name__}", active, layer, n)
+    forward = router.forward
 
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if (routes := active.routes(layer)) is None:
+            return forward(*args, **kwargs)
+        with RouterReplay(routes, n) as mode:
+            found = forward(*args, **kwargs)
+        if mode.replayed != 1:
+            raise refused(type(router).__name__)
+        return found
 
-def _routed(
-    forward: Callable[..., Any], name: str, active: ActiveAdapters, layer: int, n: int, *args: Any, **kwargs: Any
-) -> Any:
-    if (routes := active.routes(layer)) is None:
-        return forward(*args, **kwargs)
-    with RouterReplay(routes, n) as mode:
-        found = forward(*args, **kwargs)
-    if mode.replayed != 1:
-        raise refused(name)
-    return found
+    router.forward = routed
 
 
 def refused(name: str) -> ConfigError:

@@ -228,9 +228,7 @@ def fixed_choice(gate: Any, routes: Tensor, hidden: Tensor) -> tuple[Tensor, Ten
     A token with -1 chooses itself.
     """
     shares = torch.softmax(hidden.reshape(len(routes), -1) @ gate.weight.t(), -1)
-    chosen = torch.stack(
-        [own.topk(len(its)).indices if its[0] < 0 else its.long() for own, its in zip(shares, routes, strict=True)]
-    )
+    chosen = torch.where(routes < 0, shares.topk(routes.shape[1]).indices, routes)
     weights = shares.gather(1, chosen)
     if vars(gate).get("norm_topk_prob", True):  # Mixtral's always are
         weights = weights / weights.sum(-1, keepdim=True)
@@ -276,15 +274,15 @@ class Oracle:
         parts = [None] * len(rows) if routes is None else routes.split([len(row) for row in rows])
         for row, own in zip(rows, parts, strict=True):
             ids = torch.tensor([row])
-            for layer, gate in enumerate(self.gates):
-                vars(gate).pop("forward", None)
-                if own is not None:
-                    gate.forward = partial(fixed_choice, gate, own[:, layer])
+            for layer, gate in enumerate(self.gates if own is not None else ()):
+                gate.forward = partial(fixed_choice, gate, own[:, layer])
             logits = functional_call(self.model, weights, kwargs={"input_ids": ids, "use_cache": False}).logits[0]
             logp = torch.log_softmax(logits / temperature, -1)[:-1]
             zero = logp.new_zeros(1)
             logprobs.append(torch.cat([zero, logp.gather(1, ids[0, 1:, None])[:, 0]]))
             entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)]))
+            for gate in self.gates:
+                vars(gate).pop("forward", None)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def value_step(
