@@ -346,6 +346,7 @@ class TrainBatch:
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
     see `TrajectoryGroup`, NaN where there is none. ``values[t]`` is a critic's value of the state before token t,
     ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -367,7 +368,7 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [T] fp32
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
-    routes: torch.Tensor | None = None  # [H, L, K] int16: the server's choices in L layers with experts; -1: own choice
+    routes: torch.Tensor | None = None  # [H, L, K] int16
 
     @property
     def n_sequences(self) -> int:
@@ -398,8 +399,7 @@ class ShardManifest:
     def shares(self, ref: AdapterRef, session: int) -> bool:
         """Whether ``ref``, made or taken over in ``session``, is a version of this trainer, too.
 
-        A session resumes from a version of the one before and shares what led to it. What it shares with earlier ones
-        is not known here.
+        A session resumes from a version of the one before and shares what led to it; of earlier ones nothing is known.
         """
         return session == self.session or (session == self.session - 1 and ref.version <= self.resumed_from)
 

@@ -162,7 +162,8 @@ def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
     parts, of_ranks = engine.parts(batch, 1)
     held = torch.from_numpy(parts[of_ranks[engine.rank]])
     tokens = held.repeat_interleave(batch.cu_seqlens.diff())
-    return replace(batch, held=held, **{name: getattr(batch, name)[tokens] for name in OF_HELD})
+    columns = {name: getattr(batch, name) for name in OF_HELD}
+    return replace(batch, held=held, **{name: x[tokens] for name, x in columns.items() if x is not None})
 
 
 def scores(engine: AdapterEngine, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> np.ndarray:
@@ -287,7 +288,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
 def replayed(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any]:
     """Scores and gradients of a batch with routes."""
     rows = make_rows()
-    batch = replace(make_batch(rows), routes=make_routes(rows, LAYERS))
+    batch = own_part(engine, replace(make_batch(rows), routes=make_routes(rows, LAYERS)))
     engine.load_adapter("a", adapter)
     seen: dict[str, Any] = {"base": scores(engine, batch, adapter=None), "lora": scores(engine, batch, adapter="a")}
     engine.forward_backward(batch, loss_fn, need_entropy=True)
