@@ -74,7 +74,7 @@ class FsdpModel:
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> list[Result]:
             self.active.follow(packed.tokens)
-            if packed.tokens.routes is not None and len(packed.tokens.routes) != len(self._experts):
+            if packed.tokens.routes is not None and packed.tokens.routes.shape[1] != len(self._experts):
                 raise refused(type(self.module).__name__)
             self.output.expect(packed, judge.readout)
             with profiler_range("forward"):

@@ -119,7 +119,7 @@ class PackedTokens:
     adapters are in use, ``owners`` [t] int64 are their numbers, and the tokens of adapter i end before ``ends[i]``,
     [N] int32; those of expert e and adapter i before ``ends[e * N + i]``. All are on the device.
 
-    ``routes`` [L, t, K] int16 are the experts that the server chose in the L layers with experts of this rank's stage,
+    ``routes`` [t, L, K] int16 are the experts that the server chose in the L layers with experts of this rank's stage,
     -1 where the router chooses; None: everywhere.
     """
 
@@ -187,7 +187,7 @@ class ActiveAdapters:
 
     def routes(self, layer: int) -> Tensor | None:
         """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
-        return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[layer]
+        return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[:, layer]
 
     def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
         """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.

@@ -297,7 +297,7 @@ def pack(
     owners = np.full(plan.n_tokens, len(adapters) - 1)
     before = where = np.empty(0, dtype=np.int64)
     _, layers, k = (0, 0, 0) if batch.routes is None else batch.routes.shape
-    routes = np.full((layers, plan.n_tokens, k), -1, dtype=np.int16)
+    routes = np.full((plan.n_tokens, layers, k), -1, dtype=np.int16)
     segments: list[Segment] = []
     if micro is not None:
         segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
@@ -309,7 +309,7 @@ def pack(
         owner = np.array([adapters[name] for name in micro.adapters])
         owners[: len(held)] = owner.repeat(micro.cu_seqlens.diff().numpy())[held]
         if micro.routes is not None:
-            routes[:, : len(held)] = micro.routes.numpy()[held].swapaxes(0, 1)
+            np.take(micro.routes.numpy(), held, axis=0, out=routes[: len(held)], mode="clip")  # raise would copy twice
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
@@ -326,7 +326,7 @@ def pack(
             numbers[of == rank] = rank * most + np.arange((of == rank).sum())
         sources, targets = at[sources[mine]], targets[mine]
         own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
-        row, keys, owners, routes = row[own], keys[own], owners[own], routes[:, own]
+        row, keys, owners, routes = row[own], keys[own], owners[own], routes[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
     number[predicted] = numbers
     tokens = PackedTokens(keys=upload(torch.from_numpy(keys), device))

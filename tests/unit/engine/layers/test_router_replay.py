@@ -142,7 +142,7 @@ class Elsewhere(nn.Module):  # type: ignore[misc]
 
 
 def test_a_router_that_chooses_in_another_way_is_refused_by_name() -> None:
-    active, routes = ActiveAdapters(), torch.zeros(1, 5, 2, dtype=torch.int16)
+    active, routes = ActiveAdapters(), torch.zeros(5, 1, 2, dtype=torch.int16)
     router = Elsewhere()
     follow_routes(router, active, 0, 7)
     scores = torch.randn(5, 6)

@@ -53,11 +53,11 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     plain, plain_map = topk_routing_with_score_function(logits, K, **how)
     choice: Any = RouterChoice(active, 1)
     assert torch.equal(topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
-    routes = torch.rand(3, tokens, EXPERTS).topk(K).indices.to(torch.int16)
-    routes[:, ::3] = -1
+    routes = torch.rand(tokens, 3, EXPERTS).topk(K).indices.to(torch.int16)
+    routes[::3] = -1
     active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes))
     found, found_map = topk_routing_with_score_function(logits, K, **how, router_replay=choice)
-    mine = routes[1, own].long()
+    mine = routes[own, 1].long()
     chosen = torch.where(mine < 0, plain_map.nonzero()[:, 1].view(TOKENS, K), mine)
     exact = logits.detach().double().requires_grad_()
     wanted = formula(how, exact, chosen)
