@@ -313,10 +313,9 @@ class TrainBatch:
 class ShardManifest:
     """Announcement of a publish (contract C3).
 
-    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
-    offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
-    ``session`` counts the starts of the run's trainer (`run_folder.trainer_session`), ``resumed_from`` is the version
-    of the adapter that this session has loaded: a version is what its session and its number name.
+    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes, offsets, rank, alpha,
+    targets; the tensors' fingerprints follow on the wire. ``session`` counts starts of the run's trainer, and
+    ``resumed_from`` is the version that it has loaded: a version is what its session and its number name.
     """
 
     run: str
@@ -330,8 +329,7 @@ class ShardManifest:
     def shares(self, ref: AdapterRef, session: int) -> bool:
         """Whether ``ref``, made or taken over in ``session``, is a version of this trainer, too.
 
-        A session resumes from a version of the one before and shares what led to it. What it shares with earlier ones
-        is not known here.
+        A session resumes from a version of the one before and shares what led to it; of earlier ones nothing is known.
         """
         return session == self.session or (session == self.session - 1 and ref.version <= self.resumed_from)
 

@@ -65,7 +65,7 @@ class Case:
     """Answers of ``answers`` tokens after a shared prompt of ``prompt``, as one micro-batch of ``model``.
 
     ``engine`` is fsdp, megatron (a rank of ``tp`` and ``ep``) or peft. ``adapters``: one, or one for each answer, whose
-    prompts are its own then.
+    prompts are its own then. ``routes``: the experts of every token are given.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Case:
     adapters: tuple[str, ...] = ("a",)
     tp: int = 1
     ep: int = 1
+    routes: bool = False
 
     @property
     def tokens(self) -> int:
@@ -125,7 +126,7 @@ class Sum:
         return loss, []
 
 
-def make_batch(case: Case) -> tuple[TrainBatch, MicroPlan]:
+def make_batch(case: Case, layers: int) -> tuple[TrainBatch, MicroPlan]:
     n = len(case.answers)
     lengths = [case.prompt + answer for answer in case.answers]
     tokens = sum(lengths)
@@ -142,6 +143,9 @@ def make_batch(case: Case) -> tuple[TrainBatch, MicroPlan]:
         sample_ids=torch.arange(n),
         given=torch.zeros(n, dtype=torch.bool),
         adapters=case.adapters * n if len(case.adapters) == 1 else case.adapters,
+        routes=torch.zeros(tokens, layers, case.model["num_experts_per_tok"], dtype=torch.int16)
+        if case.routes
+        else None,
     )
     apart = tuple(Tree(sequences=(i,), shared=0) for i in range(n))
     trees = (Tree(sequences=tuple(range(n)), shared=case.prompt),) if len(case.adapters) == 1 else apart
@@ -156,7 +160,7 @@ def adapted(case: Case, compute: Compute, module: nn.Module, sharded: ShardedMod
         memory = AdapterMemory(sharded, spec, 0, META, torch.bfloat16)
         compute.attach(memory)
         held += [memory.weights, memory.grads, memory.cast]
-    batch, plan = make_batch(case)
+    batch, plan = make_batch(case, sharded.shape.layers)
 
     def run(n: int, between: Callable[[], None]) -> None:
         judge: Any = Sum(between)

@@ -26,6 +26,7 @@ from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import OutputSite
+from areal_lora.engine.layers.router_replay import refused
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
 from areal_lora.platforms.device import collective_of, profiler_range
@@ -73,6 +74,8 @@ class FsdpModel:
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> list[Result]:
             self.active.follow(packed.tokens)
+            if packed.tokens.routes is not None and packed.tokens.routes.shape[1] != len(self._experts):
+                raise refused(type(self.module).__name__)
             self.output.expect(packed, judge.readout)
             with profiler_range("forward"):
                 output = self.module(

@@ -64,6 +64,17 @@ def test_a_joint_pass_launches_the_same_whatever_the_number_of_adapters(
     assert all(count <= most for count, most in zip(many.values(), limit, strict=True))
 
 
+@pytest.mark.parametrize("name", ["30B-A3B, 3 x 8 k", "30B-A3B, Megatron, tp 2, ep 2"])
+def test_a_replayed_choice_is_three_launches_and_waits_for_nothing(name: str) -> None:
+    """One copy of a micro-batch's routes. Scores are gathered and their gradients scattered, as without replay."""
+    plain, routed = figures(SMALL[name]), figures(replace(SMALL[name], routes=True))
+    more = {key: value - plain[key] for key, value in routed.items()}
+    assert more["launches_forward_layer"] <= 3
+    assert more["launches_backward_layer"] == 0
+    assert more["syncs_micro_batch"] == 0
+    assert more["host_copies_micro_batch"] == 1
+
+
 def test_the_peak_of_many_micro_batches_is_that_of_one() -> None:
     assert growth(LONG, 8) < 1.1
 

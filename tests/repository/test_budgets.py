@@ -32,7 +32,7 @@ LINES = {
     "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10202,  # remote servers; recompute; grouped products; slices; entropies; engine_args
+    "engine": 10340,  # remote servers; recompute; slices; entropies; engine_args; router replay in both engines
     "families": 1430,  # FLOPs of passes
     "launcher": 4681,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,

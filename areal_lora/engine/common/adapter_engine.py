@@ -273,11 +273,11 @@ class AdapterEngine:
             if len(residents) > 1 and resident.spec.value_head:
                 raise AdapterError(f"adapter {name!r} has a value head: a pass has no other adapter")
             resident.memory.refresh()
-        layout, train = self._sharded.layout, losses is not None
+        layout, train, own = self._sharded.layout, losses is not None, micro.of_stage(batch, self._sharded, self.rank)
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
-        packed = (pack(batch, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
+        packed = (pack(own, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
         return plans, self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:

@@ -1,8 +1,9 @@
 """What every engine does with a batch around its model: cut it up, judge the predictions, put the results together."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor
 from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.output import Readout
+from areal_lora.errors import AlignmentError
 from areal_lora.families.flops import PassSizes
 from areal_lora.types import TrainBatch
 
@@ -39,6 +41,25 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
         uniform=layout.pp > 1,
     )
+
+
+def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:
+    """``batch`` with the routes of the layers of this rank's stage alone, as views.
+
+    Raises AlignmentError for routes that are not of the model's layers and experts.
+    """
+    if batch.routes is None:
+        return batch
+    shape, own, (_, *found) = model.shape, model.layout.layers_of(rank), batch.routes.shape
+    wanted = [shape.moe_layers, shape.experts_per_token]
+    low, high = map(int, batch.routes.aminmax()) if batch.routes.numel() else (-1, -1)
+    if found != wanted or low < -1 or high >= shape.experts:
+        raise AlignmentError(
+            f"routes of {found} layers and experts a token, {low} to {high}: the model has {wanted} of {shape.experts} "
+            "experts; serve the model that is trained"
+        )
+    first, end = (bisect_left(shape.sparse_layers, layer) for layer in (own.start, own.stop))
+    return replace(batch, routes=batch.routes[:, first:end])
 
 
 def flops_of(

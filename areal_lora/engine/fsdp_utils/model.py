@@ -46,6 +46,7 @@ from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
+from areal_lora.engine.layers.router_replay import follow_routes
 from areal_lora.errors import ConfigError, UnknownTensorError
 
 
@@ -220,13 +221,15 @@ def take_experts(model: nn.Module, active: ActiveAdapters) -> dict[str, ExpertsS
     """Let `grouped_experts` compute the fused experts of ``model``; the sites by module path.
 
     Experts of other shapes (biases, other activations, transposed weights) keep transformers' own computation and
-    have no site.
+    have no site. Routers of experts with a site follow the routes of their tokens.
     """
     found = {path: module for path, module in model.named_modules() if _is_gated_silu(module)}
     sites = {}
-    for path, module in found.items():
+    for layer, (path, module) in enumerate(found.items()):
         module.config._experts_implementation = EXPERTS
         sites[path] = vars(module)[_SITE] = ExpertsSite(active)
+        block = model.get_submodule(path.rpartition(".")[0])
+        follow_routes(dict(block.named_children()).get("gate", block), active, layer, module.num_experts)
     return sites
 
 

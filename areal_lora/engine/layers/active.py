@@ -118,11 +118,15 @@ class PackedTokens:
     ``keys`` [t] int64 are those of dropout (`text_keys`), 0 for padding, which is the last adapter's. Where N > 1
     adapters are in use, ``owners`` [t] int64 are their numbers, and the tokens of adapter i end before ``ends[i]``,
     [N] int32; those of expert e and adapter i before ``ends[e * N + i]``. All are on the device.
+
+    ``routes`` [t, L, K] int16 are the experts that the server chose in the L layers with experts of this rank's stage,
+    -1 where the router chooses; None: everywhere.
     """
 
     keys: Tensor
     ends: Tensor | None = None
     owners: Tensor | None = None
+    routes: Tensor | None = None
 
     def part(self, first: int, n: int) -> "PackedTokens":
         """``n`` of the tokens, from ``first`` on."""
@@ -180,6 +184,10 @@ class ActiveAdapters:
     def follow(self, tokens: PackedTokens | None) -> None:
         """Compute ``tokens`` next; without them one adapter has all rows."""
         self.tokens = tokens
+
+    def routes(self, layer: int) -> Tensor | None:
+        """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
+        return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[:, layer]
 
     def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
         """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.

@@ -284,7 +284,10 @@ class PackedMicroBatch:
 def pack(
     batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device, context: ContextGroup | None = None
 ) -> PackedMicroBatch:
-    """Lay out this data-parallel rank's trees of one micro-batch, of which it computes its part of the ``context``."""
+    """Lay out this data-parallel rank's trees of one micro-batch, of which it computes its part of the ``context``.
+
+    A shared start has the routes of the first of its sequences.
+    """
     adapters = {name: i for i, name in enumerate(dict.fromkeys(batch.adapters))}
     trees = sorted(plan.trees[dp_rank], key=lambda tree: adapters[batch.adapters[tree.sequences[0]]])
     sequences = tuple(i for tree in trees for i in tree.sequences)
@@ -293,6 +296,8 @@ def pack(
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
     owners = np.full(plan.n_tokens, len(adapters) - 1)
     before = where = np.empty(0, dtype=np.int64)
+    _, layers, k = (0, 0, 0) if batch.routes is None else batch.routes.shape
+    routes = np.full((plan.n_tokens, layers, k), -1, dtype=np.int16)
     segments: list[Segment] = []
     if micro is not None:
         segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
@@ -303,6 +308,8 @@ def pack(
         keys[: len(held)] = text_keys(text, micro.cu_seqlens[:-1].numpy())[held]
         owner = np.array([adapters[name] for name in micro.adapters])
         owners[: len(held)] = owner.repeat(micro.cu_seqlens.diff().numpy())[held]
+        if micro.routes is not None:
+            np.take(micro.routes.numpy(), held, axis=0, out=routes[: len(held)], mode="clip")  # raise would copy twice
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
@@ -319,7 +326,7 @@ def pack(
             numbers[of == rank] = rank * most + np.arange((of == rank).sum())
         sources, targets = at[sources[mine]], targets[mine]
         own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
-        row, keys, owners = row[own], keys[own], owners[own]
+        row, keys, owners, routes = row[own], keys[own], owners[own], routes[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
     number[predicted] = numbers
     tokens = PackedTokens(keys=upload(torch.from_numpy(keys), device))
@@ -327,6 +334,8 @@ def pack(
         ends = np.searchsorted(owners, range(len(adapters)), side="right").astype(np.int32)
         ends, owners = (upload(torch.from_numpy(numbers), device) for numbers in (ends, owners))
         tokens = replace(tokens, ends=ends, owners=owners)
+    if layers:
+        tokens = replace(tokens, routes=upload(torch.from_numpy(routes), device))
     return PackedMicroBatch(
         micros=_by_adapter(to_device(micro, device), micro.cu_seqlens.tolist()) if micro is not None else (),
         sequences=sequences,
@@ -384,8 +393,8 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    """All tensors that a loss reads; common starts are for the plan of micro-batches, which is made on the host."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "shared_starts"}
+    """All tensors that a loss reads; common starts and routes are for `pack`, and stay on the host."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("shared_starts", "routes")}
     return replace(
         batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}
     )

@@ -44,6 +44,7 @@ from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.recompute import recompute
+from areal_lora.engine.layers.router_replay import replay
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
@@ -77,11 +78,15 @@ class Packing:
             del self._plans[number], self._tokens[number]
 
     def follow(self, model: nn.Module, active: ActiveAdapters) -> None:
-        """Give the attention layers of ``model`` these plans, and ``active`` the tokens that a layer (re)computes."""
+        """Give the attention layers of ``model`` these plans, its routers the routes, and ``active`` the tokens that a
+        layer (re)computes."""
 
         def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             active.follow(self._tokens[int(kwargs["attention_mask"])])
 
+        routers = [layer.router for layer in model.modules() if isinstance(layer, MoELayer)]
+        for layer, router in enumerate(routers):
+            router.router_replay = RouterChoice(active, layer)
         for module in model.modules():
             if isinstance(module, PackedAttention):
                 module.packing = self
@@ -171,6 +176,25 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         return (out if back is None else out.index_select(0, back)), None
 
 
+@dataclass(frozen=True, slots=True)
+class RouterChoice:
+    """In the place of Megatron's ``RouterReplay`` in a router, which knows neither micro-batches nor own choices.
+
+    ``layer`` counts the stage's layers with experts. The router makes weights of the scores that it gets.
+    """
+
+    active: ActiveAdapters
+    layer: int
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers [t, topk] of the experts chosen of ``scores`` [t, E]; t: all tokens, or this rank's."""
+        found, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        routes = self.active.routes(self.layer)
+        return (found, own) if routes is None else replay(scores, own, _own_part(routes, len(scores)))
+
+
 class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Megatron's, which waits once for the rows of each expert where a routing is dispatched twice.
 
@@ -215,11 +239,16 @@ def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tup
 
 def _dispatched(dispatcher: Any, lanes: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
     """``lanes`` [t, n] of the whole micro-batch to [T, n] of this rank's rows; a rank may have ``own`` tokens only."""
-    first = parallel_state.get_tensor_model_parallel_rank() * own if own < len(lanes) else 0
-    lanes, probs = dispatcher.dispatch_preprocess(lanes[first : first + own, None], routing_map, probs)
+    lanes, probs = dispatcher.dispatch_preprocess(_own_part(lanes, own)[:, None], routing_map, probs)
     lanes, probs = dispatcher.token_dispatch(lanes, probs)
     rows, dispatcher.counts, _ = dispatcher.dispatch_postprocess(lanes, probs)
     return rows
+
+
+def _own_part(rows: Tensor, own: int) -> Tensor:
+    """Of the micro-batch's ``rows`` [t, n] those of a rank that has ``own`` of its tokens, all or a part of them."""
+    first = parallel_state.get_tensor_model_parallel_rank() * own if own < len(rows) else 0
+    return rows[first : first + own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from tests.support.checkpoint.helpers import tensors_of
 from tests.support.distributed.oracle import (
     ALPHA,
     ALPHA_PATTERN,
+    EXPERTS,
+    LAYERS,
     OUTER,
     PATTERNS,
     RANK,
@@ -71,6 +73,11 @@ class Case:
     @property
     def model(self) -> str:
         return self.kind.partition("+")[0]
+
+    @property
+    def replays(self) -> bool:
+        """Whether it also passes a batch with routes."""
+        return self.kind == "moe" and (self.dropout or self.pp > 1)
 
     @property
     def expert_layout(self) -> ExpertLayout:
@@ -140,12 +147,23 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
     )
 
 
+def make_routes(rows: list[list[int]], layers: int) -> Tensor:
+    """[T, layers, 2]: random experts by a token's text so far, as equal starts have equal ones; of some tokens -1."""
+    found = []
+    for text in (row[:end] for row in rows for end in range(1, len(row) + 1)):
+        draw = np.random.default_rng(text)
+        own = [draw.permutation(EXPERTS)[:2] for _ in range(layers)]
+        found.append(own if draw.random() < 0.7 else [[-1, -1]] * layers)
+    return torch.tensor(np.array(found, dtype=np.int16))
+
+
 def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
     """The batch with the token columns of this rank's part alone."""
     parts, of_ranks = engine.parts(batch, 1)
     held = torch.from_numpy(parts[of_ranks[engine.rank]])
     tokens = held.repeat_interleave(batch.cu_seqlens.diff())
-    return replace(batch, held=held, **{name: getattr(batch, name)[tokens] for name in OF_HELD})
+    columns = {name: getattr(batch, name) for name in OF_HELD}
+    return replace(batch, held=held, **{name: x[tokens] for name, x in columns.items() if x is not None})
 
 
 def scores(engine: AdapterEngine, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> np.ndarray:
@@ -262,7 +280,19 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
         seen["critic"] = critic(engine, path, case, adapter)
     if case.dropout:
         seen["dropped"] = dropped(engine, path, case, adapter)
+    if case.replays:
+        seen["replayed"] = replayed(engine, adapter)
     return seen
+
+
+def replayed(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any]:
+    """Scores and gradients of a batch with routes."""
+    rows = make_rows()
+    batch = own_part(engine, replace(make_batch(rows), routes=make_routes(rows, LAYERS)))
+    engine.load_adapter("a", adapter)
+    seen: dict[str, Any] = {"base": scores(engine, batch, adapter=None), "lora": scores(engine, batch, adapter="a")}
+    engine.forward_backward(batch, loss_fn, need_entropy=True)
+    return seen | {"grads": numpy_of(export_gradients(engine))}
 
 
 def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:

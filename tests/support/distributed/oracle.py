@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,21 @@ class Truth:
     logprobs: Tensor
     stats: dict[str, float]
     grad_norm: float
+    grads: dict[str, Tensor]
     stepped: dict[str, Tensor]
+
+
+def fixed_choice(gate: Any, routes: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A router of softmax scores: the weights and numbers of the experts ``routes`` [n, K] of its tokens, in float64.
+
+    A token with -1 chooses itself.
+    """
+    shares = torch.softmax(hidden.reshape(len(routes), -1) @ gate.weight.t(), -1)
+    chosen = torch.where(routes < 0, shares.topk(routes.shape[1]).indices, routes)
+    weights = shares.gather(1, chosen)
+    if vars(gate).get("norm_topk_prob", True):  # Mixtral's always are
+        weights = weights / weights.sum(-1, keepdim=True)
+    return shares.log(), weights, chosen
 
 
 class Oracle:
@@ -226,6 +241,7 @@ class Oracle:
         eager = {"experts_implementation": "eager"} if "mo" in kind or "mixtral" in kind else {}
         self.model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager).eval()
         self.base = {n: p.detach() for n, p in self.model.named_parameters()}
+        self.gates: list[Any] = [m for n, m in self.model.named_modules() if n.endswith("mlp.gate")]
 
     def _merged(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changes: dict[str, list[Tensor]] = {}
@@ -243,18 +259,30 @@ class Oracle:
         return weights
 
     def score(
-        self, rows: Sequence[Sequence[int]], wire: Mapping[str, Tensor] | None, temperature: float = 1.0
+        self,
+        rows: Sequence[Sequence[int]],
+        wire: Mapping[str, Tensor] | None,
+        temperature: float = 1.0,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Packed ([T] log-probabilities, [T] entropies), one sequence at a time, no padding, float64."""
+        """Packed ([T] log-probabilities, [T] entropies), one sequence at a time, no padding, float64.
+
+        ``routes`` [T, L, K] are the experts of each token in each layer with experts.
+        """
         weights = self.base if wire is None else self._merged(wire)
         logprobs, entropies = [], []
-        for row in rows:
+        parts = [None] * len(rows) if routes is None else routes.split([len(row) for row in rows])
+        for row, own in zip(rows, parts, strict=True):
             ids = torch.tensor([row])
+            for layer, gate in enumerate(self.gates if own is not None else ()):
+                gate.forward = partial(fixed_choice, gate, own[:, layer])
             logits = functional_call(self.model, weights, kwargs={"input_ids": ids, "use_cache": False}).logits[0]
             logp = torch.log_softmax(logits / temperature, -1)[:-1]
             zero = logp.new_zeros(1)
             logprobs.append(torch.cat([zero, logp.gather(1, ids[0, 1:, None])[:, 0]]))
             entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)]))
+            for gate in self.gates:
+                vars(gate).pop("forward", None)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def value_step(
@@ -293,17 +321,20 @@ class Oracle:
         lr: float,
         eps: float,
         max_grad_norm: float,
+        routes: Tensor | None = None,
     ) -> Truth:
         """One gradient step of ``sum(mask * (weights * logp + 0.1 * entropy)) / denominator`` by torch's own Adam."""
         leaves = {n: t.double().clone().requires_grad_() for n, t in wire.items()}
-        logprobs, entropy = self.score(rows, leaves)
+        logprobs, entropy = self.score(rows, leaves, routes=routes)
         loss = (mask * (weights.double() * logprobs + 0.1 * entropy)).sum()
         (loss / denominator).backward()
+        grads = {n: t.grad.clone() for n, t in leaves.items()}
         norm = torch.nn.utils.clip_grad_norm_(leaves.values(), max_grad_norm)
         torch.optim.Adam(leaves.values(), lr=lr, betas=(0.9, 0.95), eps=eps).step()
         return Truth(
             logprobs=logprobs.detach(),
             stats={"loss": float(loss.detach()), "tokens": float(mask.sum())},
             grad_norm=float(norm),
+            grads=grads,
             stepped={n: t.detach() for n, t in leaves.items()},
         )

@@ -79,6 +79,12 @@ MEGATRON: tuple[Used, ...] = (
         name="MoELayer",
         members=("router", "token_dispatcher", "experts"),
     ),
+    Used(module="megatron.core.transformer.moe.router", name="TopKRouter", members=("router_replay",)),
+    Used(
+        module="megatron.core.transformer.moe.router_replay",
+        name="RouterReplay",
+        calls=(("get_replay_topk", ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")),),
+    ),
     Used(
         module="megatron.core.transformer.moe.token_dispatcher",
         name="MoETokenDispatcher",

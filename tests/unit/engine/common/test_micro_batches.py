@@ -1,17 +1,22 @@
-"""Scores reach the ranks that have the tokens, and no other: over gloo, in layouts of four ranks."""
+"""Scores reach the ranks that have the tokens, over gloo in layouts of four ranks; routes the layers of a stage."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from areal_lora.data.collate import scoring_batch
-from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+from areal_lora.engine.common.micro_batches import of_stage
+from areal_lora.families.shape import ModelShape
 from tests.support.distributed.scores_ranks import deliver
 from tests.support.distributed.spawn import run_ranks
+from tests.support.families.tiny_families import TINY
 
 LAYOUTS = {
     "dp 4": ParallelLayout(world=4, tp=1, pp=1, ep=1, etp=1, stage_layers=(2,), experts=0),
@@ -38,3 +43,15 @@ def test_a_rank_receives_the_scores_of_its_part(tmp_path: Path, minibatches: int
             if rank and name == "dp 4" and minibatches == 1:
                 assert nbytes == 0, "it has computed its part"
             assert nbytes <= most < 4 * len(part) or rank == 0
+
+
+def test_a_stage_takes_the_routes_of_its_layers_with_experts() -> None:
+    shape = ModelShape.from_hf(TINY["qwen3_moe"] | {"num_hidden_layers": 5, "mlp_only_layers": [1, 4]})
+    batch, routes = scoring_batch([[1, 2, 3]], "a"), torch.arange(9).view(3, 3, 1).repeat(1, 1, 2) % 4
+    batch = replace(batch, routes=routes.to(torch.int16))
+    for stages, wanted in (((2, 2, 1), ([0], [1, 2], [])), ((1, 1, 3), ([0], [], [1, 2]))):
+        layout = ParallelLayout(world=3, tp=1, pp=3, ep=1, etp=1, stage_layers=stages, experts=4)
+        for rank, layers in enumerate(wanted):
+            found = of_stage(batch, ShardedModel(shape=shape, layout=layout), rank).routes
+            assert found is not None
+            assert found.tolist() == routes[:, layers].tolist()

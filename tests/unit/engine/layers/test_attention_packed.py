@@ -101,3 +101,19 @@ def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
         t for p in passes if p for t in (p.runs.cu_q, p.runs.cu_k, p.queries, p.keys) if isinstance(t, torch.Tensor)
     ]
     assert {t.device.type for t in tensors} == {"meta"}
+
+
+def test_routes_lie_with_their_tokens() -> None:
+    """Those of a shared start are its first sequence's; padding has none."""
+    batch = make_batch(ROWS)
+    rows = batch.token_ids.to(torch.int16)[:, None, None] + torch.tensor([[[0, 100], [200, 300], [400, 500]]]).short()
+    rows[8:10] += 1000  # those of the start in its second sequence
+    packed = pack(replace(batch, routes=rows), PLAN, 0, CPU)
+    found = packed.tokens.routes
+    assert found is not None
+    assert (found.dtype, found.shape, found.is_contiguous()) == (torch.int16, (8, 3, 2), True)
+    assert found[:, 0, 0].tolist() == [31, 32, 33, 34, 43, 21, -1, -1]
+    assert found[:, 2, 1].tolist() == [531, 532, 533, 534, 543, 521, -1, -1]
+    padding = pack(replace(batch, routes=rows), EMPTY, 1, CPU).tokens.routes
+    assert padding is not None
+    assert (padding == -1).all()
