@@ -1,9 +1,8 @@
 """The shared records of the package: frozen, slotted, keyword-only.
 
-Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]``
-(sequences). Entry ``t`` of every per-token array describes token ``t``: ``logprobs[t]`` is
-the log-probability of token ``t`` given the tokens before it, so entry 0 of a sequence
-is meaningless and always masked (contract C10).
+Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]`` (sequences). Entry ``t`` of every
+per-token array describes token ``t``: ``logprobs[t]`` is the log-probability of token ``t`` given the tokens before
+it, so entry 0 of a sequence is meaningless and always masked (contract C10).
 
 Example, one trajectory of a prompt of 3 tokens and an answer of 2::
 
@@ -18,9 +17,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -64,10 +65,9 @@ class ExpertLayout(StrEnum):
 class AdapterStructure:
     """Which matrices an adapter of a base has, and their scale. Adapters of one structure differ in numbers only.
 
-    ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
-    ``linear_fc2``), with a scope prefix (``expert.linear_fc1``) if only some occurrences of the
-    layer are selected (`families.targets`). With ``value_head`` the model gives one value per token in place of
-    logits: a critic.
+    ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``, ``linear_fc2``), with a
+    scope prefix (``expert.linear_fc1``) if only some occurrences of the layer are selected (`families.targets`). With
+    ``value_head`` the model gives one value per token in place of logits: a critic.
 
     ``rank_pattern`` and ``alpha_pattern`` give some modules other numbers than ``rank`` and ``alpha``: pairs of a
     regular expression and a number. As in PEFT, the first one counts that matches the whole of a Hugging Face module
@@ -180,16 +180,14 @@ class Sample:
 
 def gold_text(answer: Any) -> str:
     """A gold answer of any JSON type as text."""
-    if answer is None or isinstance(answer, str):
-        return answer or ""
-    return json.dumps(answer, ensure_ascii=False)
+    return answer or "" if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 ArrayLike: TypeAlias = "Sequence[float] | np.ndarray"
 
 
 def _array(values: bytes, dtype: str) -> np.ndarray:
-    import numpy as np  # on use: a process that scores starts in half the time without it
+    import numpy as np  # on use: a process that scores starts in two thirds of the time without it
 
     return np.frombuffer(values, dtype)
 
@@ -214,19 +212,15 @@ class TokenColumns(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> TokenColumns:
         """Of three arrays [T]."""
-        import numpy as np
-
-        each = np.array(versions, "<i4")
-        starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
-        runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
-        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes())
+        each = _array(array("i", versions).tobytes(), "<i4")
+        cuts = [0, *((each[1:] != each[:-1]).nonzero()[0] + 1).tolist(), each.size]
+        runs = array("i", [n for start, end in pairwise(cuts) if end for n in (each[start], end - start)])
+        return cls(array("i", token_ids).tobytes(), array("f", logprobs).tobytes(), runs.tobytes())
 
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
-        import numpy as np
-
-        ids = np.array(token_ids, "<i4").tobytes()
-        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
+        ids = array("i", token_ids).tobytes()
+        return cls(ids, bytes(len(ids)), array("i", [-1, len(token_ids)] if ids else []).tobytes())
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
@@ -282,13 +276,11 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        values: list[int] = self.columns.ids.tolist()
-        return values
+        return memoryview(self.columns.token_ids).cast("i").tolist()
 
     @property
     def logprobs(self) -> list[float]:
-        values: list[float] = self.columns.scores.tolist()
-        return values
+        return memoryview(self.columns.logprobs).cast("f").tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,8 +307,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        values: list[int] = self.columns.ids.tolist()
-        return values
+        return memoryview(self.columns.token_ids).cast("i").tolist()
 
     @property
     def loss_mask(self) -> list[int]:
@@ -326,8 +317,7 @@ class Trajectory:
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        values: list[float] = self.columns.scores.tolist()
-        return values
+        return memoryview(self.columns.logprobs).cast("f").tolist()
 
     @property
     def versions(self) -> list[int]:
@@ -391,10 +381,10 @@ class TrainBatch:
 class ShardManifest:
     """Announcement of a publish (contract C3).
 
-    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
-    offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
-    ``session`` counts the starts of the run's trainer (`run_folder.trainer_session`), ``resumed_from`` is the version
-    of the adapter that this session has loaded: a version is what its session and its number name.
+    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes, offsets, rank, alpha,
+    targets. The tensors' fingerprints follow them on the wire. ``session`` counts the starts of the run's trainer
+    (`run_folder.trainer_session`), ``resumed_from`` is the version of the adapter that this session has loaded:
+    a version is what its session and its number name.
     """
 
     run: str
