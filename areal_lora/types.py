@@ -280,7 +280,7 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float]:
-        return memoryview(self.columns.logprobs).cast("f").tolist()
+        return [*memoryview(self.columns.logprobs).cast("f")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ class Trajectory:
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        return memoryview(self.columns.logprobs).cast("f").tolist()
+        return [*memoryview(self.columns.logprobs).cast("f")]
 
     @property
     def versions(self) -> list[int]:
