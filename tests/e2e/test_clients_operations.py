@@ -193,7 +193,7 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run, alone:
         assert run.client.do("loop.1", *LOOP)[3] == PublishResult(version=4 * loops + 2)
         loops += 1
     assert run.states("beside.1") == alone.states["attention"]
-    run.wanted = []
+    run.want_deleted("loop")
     run.add("quiet")
     for _ in range(3):
         run.client.do("quiet.1", *LOOP)
