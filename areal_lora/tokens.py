@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-import numpy as np
 
-ArrayLike: TypeAlias = Sequence[float] | np.ndarray
+if TYPE_CHECKING:
+    import numpy as np
+
+ArrayLike: TypeAlias = "Sequence[float] | np.ndarray"
+
+
+def _array(values: bytes, dtype: str) -> np.ndarray:
+    import numpy as np  # on use: a process that scores starts in two thirds of the time without it
+
+    return np.frombuffer(values, dtype)
 
 
 class RouteShape(msgspec.Struct, frozen=True):
@@ -27,7 +36,7 @@ class RouteShape(msgspec.Struct, frozen=True):
 
     @property
     def n_bytes(self) -> int:
-        return self.layers * self.per_token * np.dtype(self.dtype).itemsize
+        return self.layers * self.per_token * int(self.dtype[-1])
 
 
 class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,6 +63,8 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, routes: bytes = b"") -> TokenColumns:
         """Of three arrays [T], and their ``routes``."""
+        import numpy as np
+
         each = np.array(versions, "<i4")
         starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
         runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
@@ -61,8 +72,8 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
-        ids = np.array(token_ids, "<i4").tobytes()
-        return cls(ids, bytes(len(ids)), np.array([(-1, len(token_ids))] if ids else [], "<i4").tobytes())
+        ids = array("i", token_ids).tobytes()
+        return cls(ids, bytes(len(ids)), array("i", [-1, len(token_ids)] if ids else []).tobytes())
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
@@ -75,8 +86,11 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     def routed(self, routes: bytes) -> TokenColumns:
         """With ``routes`` of the same tokens for those without a route. Raises ValueError for another number."""
         if self.routes:
-            mine, given = (np.frombuffer(each, "<u1").reshape(len(self), -1) for each in (self.routes, routes))
-            routes = np.where((mine == 255).all(axis=1, keepdims=True), given, mine).tobytes()
+            mine, given = (_array(each, "<u1").reshape(len(self), -1) for each in (self.routes, routes))
+            missing = (mine == 255).all(axis=1)
+            mine = mine.copy()
+            mine[missing] = given[missing]
+            routes = mine.tobytes()
         return msgspec.structs.replace(self, routes=routes)
 
     def __len__(self) -> int:
@@ -84,15 +98,15 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def ids(self) -> np.ndarray:  # [T] int32
-        return np.frombuffer(self.token_ids, "<i4")
+        return _array(self.token_ids, "<i4")
 
     @property
     def scores(self) -> np.ndarray:  # [T] float32
-        return np.frombuffer(self.logprobs, "<f4")
+        return _array(self.logprobs, "<f4")
 
     @property
     def runs(self) -> np.ndarray:  # [R, 2] int32
-        return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
+        return _array(self.versions, "<i4").reshape(-1, 2)
 
     @property
     def sampled(self) -> np.ndarray:  # [R', 2] int32

@@ -1,9 +1,8 @@
 """The shared records of the package: frozen, slotted, keyword-only.
 
-Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]``
-(sequences). Entry ``t`` of every per-token array describes token ``t``: ``logprobs[t]`` is
-the log-probability of token ``t`` given the tokens before it, so entry 0 of a sequence
-is meaningless and always masked (contract C10).
+Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]`` (sequences). Entry ``t`` of every
+per-token array describes token ``t``: ``logprobs[t]`` is the log-probability of token ``t`` given the tokens before
+it, so entry 0 of a sequence is meaningless and always masked (contract C10).
 
 Example, one trajectory of a prompt of 3 tokens and an answer of 2::
 
@@ -28,6 +27,7 @@ from areal_lora.tokens import RouteShape as RouteShape
 from areal_lora.tokens import TokenColumns as TokenColumns
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -65,10 +65,9 @@ class ExpertLayout(StrEnum):
 class AdapterStructure:
     """Which matrices an adapter of a base has, and their scale. Adapters of one structure differ in numbers only.
 
-    ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
-    ``linear_fc2``), with a scope prefix (``expert.linear_fc1``) if only some occurrences of the
-    layer are selected (`families.targets`). With ``value_head`` the model gives one value per token in place of
-    logits: a critic.
+    ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``, ``linear_fc2``), with a
+    scope prefix (``expert.linear_fc1``) if only some occurrences of the layer are selected (`families.targets`). With
+    ``value_head`` the model gives one value per token in place of logits: a critic.
 
     ``rank_pattern`` and ``alpha_pattern`` give some modules other numbers than ``rank`` and ``alpha``: pairs of a
     regular expression and a number. As in PEFT, the first one counts that matches the whole of a Hugging Face module
@@ -181,9 +180,7 @@ class Sample:
 
 def gold_text(answer: Any) -> str:
     """A gold answer of any JSON type as text."""
-    if answer is None or isinstance(answer, str):
-        return answer or ""
-    return json.dumps(answer, ensure_ascii=False)
+    return answer or "" if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +199,11 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        values: list[int] = self.columns.ids.tolist()
-        return values
+        return memoryview(self.columns.token_ids).cast("i").tolist()
 
     @property
     def logprobs(self) -> list[float]:
-        values: list[float] = self.columns.scores.tolist()
-        return values
+        return [*memoryview(self.columns.logprobs).cast("f")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +230,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        values: list[int] = self.columns.ids.tolist()
-        return values
+        return memoryview(self.columns.token_ids).cast("i").tolist()
 
     @property
     def loss_mask(self) -> list[int]:
@@ -246,8 +240,7 @@ class Trajectory:
 
     @property
     def rollout_logprobs(self) -> list[float]:
-        values: list[float] = self.columns.scores.tolist()
-        return values
+        return [*memoryview(self.columns.logprobs).cast("f")]
 
     @property
     def versions(self) -> list[int]:

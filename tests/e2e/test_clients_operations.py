@@ -37,7 +37,7 @@ from areal_lora.operations.protocol import (
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret
 from tests.support.e2e.desired_run import Service, wanted
-from tests.support.e2e.several_adapters import STEPS, entries, states_of
+from tests.support.e2e.several_adapters import Ended, entries, states_of
 from tests.support.operations.client import Client, datum, floats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -182,22 +182,18 @@ def agrees(run: Run, key: str, version: int) -> None:
 LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop"), Publish())
 
 
-def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> None:
+def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run, alone: Ended) -> None:
     """All steps, weights and both moments bit for bit, while the client steps, saves and publishes in a loop."""
     run.want_deleted("a", "b")
     [attention] = entries("attention")
-    alone, beside = (wanted(attention, name) for name in ("alone", "beside"))
-    run.service.want(alone)
-    run.service.wait_state("alone.1", "done")
-    run.wanted = [alone, beside]
+    run.wanted = [wanted(attention, "beside")]
     run.add("loop")
     loops = 0
     while loops < 3 or "done" not in [state for state, _ in run.service.states("beside.1")]:
         assert run.client.do("loop.1", *LOOP)[3] == PublishResult(version=4 * loops + 2)
         loops += 1
-    assert len(run.states("alone.1")) == 1 + STEPS["attention"]
-    assert run.states("beside.1") == run.states("alone.1")
-    run.wanted = [alone]
+    assert run.states("beside.1") == alone.states["attention"]
+    run.want_deleted("loop")
     run.add("quiet")
     for _ in range(3):
         run.client.do("quiet.1", *LOOP)

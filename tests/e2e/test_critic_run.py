@@ -1,10 +1,14 @@
-"""A short run of PPO with a critic and a reference that is renewed; a trainer rank dies on the way."""
+"""A short run of PPO with a critic, a reference that is renewed and two rewards; a trainer rank dies on the way.
+
+One of the rewards is a judge: values, parts and costs reach the metrics and the report.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +21,52 @@ from areal_lora.processes.watched import VARIABLE
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import configs, forked_run
+from tests.support.paths import ROOT
+from tests.support.tasks.judge_stub import JudgeStub
 
 STEPS = 4
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+KEY = "a key of the test"
+REWARDS = """
+adapters:
+  - reward:
+      - kind: numeric_match
+        workers: 1
+      - kind: judge
+        name: style
+        weight: 0.5
+        url: {url}
+        model: stub
+        key_env: TEST_JUDGE_KEY
+        prompt: "Answer: {{completion}}. Grade from 0 to 10."
+"""
+
+
+def graded(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+    """7 of 10 for every answer; the third request is throttled."""
+    if number == 3:
+        return 429, {"Retry-After": "0"}, {}
+    message = {"role": "assistant", "content": "Score: 7"}
+    return 200, {}, {"choices": [{"message": message}], "usage": {"prompt_tokens": 50, "completion_tokens": 3}}
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def judge() -> Iterator[JudgeStub]:
+    with JudgeStub(graded) as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
+def folder(judge: JudgeStub, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("critic run")
+    (root / "rewards.yaml").write_text(REWARDS.format(url=judge.url))
     command = forked_run(
         root,
         *configs("ppo"),
+        *configs("rewards", folder=root),
         f"run.root={root}",
         "run.name=ppo",
         f"run.steps={STEPS}",
@@ -41,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",
     )
-    environment = os.environ | {VARIABLE: f"once={root}:trainer.learned:2:kill"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {VARIABLE: f"once={root}:trainer.learned:2:kill", "TEST_JUDGE_KEY": KEY}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "ppo"
 
@@ -88,3 +126,19 @@ def test_servers_get_the_policy_alone(folder: Path) -> None:
     published = [record for record in records(folder) if record["kind"] == "publish"]
     assert {record["adapter"] for record in published} == {"gsm8k"}
     assert {record["version"] for record in published} == set(range(STEPS + 1))
+
+
+def test_rewards_have_values_parts_and_costs(folder: Path, judge: JudgeStub) -> None:
+    """The judge's is 0.7 with weight 0.5."""
+    made = [step["metrics"] for step in steps(folder)]
+    for step in made:
+        assert step["reward/style"] == pytest.approx(0.7)
+        assert step["train/reward_mean"] == pytest.approx(step["reward/numeric_match"] + 0.5 * 0.7)
+    tokens, calls, retries = (  # a step whose answers were scored in the step before has none
+        sum(step.get(f"reward_cost/style/{name}", 0) for step in made) for name in ("prompt_tokens", "calls", "retries")
+    )
+    assert tokens == 50 * (calls - retries) > 0
+    assert {f"Bearer {KEY}"} == set(judge.keys)
+    written = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert written == [], "the key is in no file"
+    assert "style" in (folder / "report.html").read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from areal_lora.library.runs import load_run
 from tests.support.docs import blocks
+from tests.support.launcher.command import with_forked_roles
 from tests.support.paths import ROOT, SUPPORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,7 +23,7 @@ def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(t
     [script] = [block.text for block in blocks(page, "From Python") if block.language == "python"]
     assert len([line for line in script.splitlines() if line]) <= 20
     (away / "script.py").write_text(script)
-    done = python(away, "script.py")
+    done = python(away, *with_forked_roles(tmp_path, "script.py"))
     assert done.returncode == 0, done.stdout + done.stderr
     run = load_run(away / "runs" / "python")
     assert [step.step for step in run.steps] == [0, 1, 2]
@@ -35,7 +36,7 @@ def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(t
 
     # The notebook's run is the same one: it is done, so its cells need no further training.
     (away / "script.py").unlink()
-    done = python(away, str(SUPPORT / "notebook.py"), str(ROOT / "examples" / "python.ipynb"))
+    done = python(away, sys.executable, str(SUPPORT / "notebook.py"), str(ROOT / "examples" / "python.ipynb"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "This run is done: 3 steps." in done.stdout
     assert done.stdout.splitlines()[-1] == f"{run.versions} {run.adapter}"
@@ -44,6 +45,5 @@ def test_the_twenty_lines_train_with_their_own_reward_and_the_notebook_goes_on(t
         assert (exported / name).read_bytes() == (run.adapter / name).read_bytes()
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
+def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -36,6 +37,18 @@ def test_no_case_of_a_sample_of_kinds_can_be_left_out(monkeypatch: pytest.Monkey
         for one in drawn:
             others = [case for case in drawn if case != one]
             assert len({family for family, _ in others}) + len({n == 0 for _, n in others}) < 5
+
+
+def test_with_a_cost_a_sample_is_cheaper_and_has_one_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(cost: Callable[[int], float] | None) -> list[int]:
+        drawn = []
+        for by in map(str, range(50)):
+            monkeypatch.setenv(VARIABLE, by)
+            drawn.append(sample(range(60), 0, lambda n: [n % 3], nightly=False, cost=cost))
+        assert all({n % 3 for n in chosen} == {0, 1, 2} for chosen in drawn)
+        return [sum(chosen) for chosen in drawn]
+
+    assert sum(costs(float)) < 0.75 * sum(costs(None))
 
 
 def test_commits_reach_all_cases_and_one_commit_draws_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ TOGETHER = {
         "tests/e2e/test_three_adapters.py",
         "tests/e2e/test_adapters_come_and_go.py",
         "tests/e2e/test_sweep_run.py",
+        "tests/e2e/test_clients_operations.py",
     ),
 }
 WHOLE_RUNS = (

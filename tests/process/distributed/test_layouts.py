@@ -176,10 +176,15 @@ def divisions(case: Case) -> Iterator[object]:
     yield case.engine, case.expert_layout, "experts" if case.model in MIXTURES else "dense"
 
 
-CASES = sample(EVERY, 0, kinds)
+def cost(case: Case) -> int:
+    """Ranks, each of which takes the longer, the more there are on two cores."""
+    return case.world**2
+
+
+CASES = sample(EVERY, 0, kinds, cost=cost)
 BY_NAME = {case.name: case for case in CASES}
 all_layouts = pytest.mark.parametrize("name", list(BY_NAME))
-NEIGHBOURS = [case.name for case in sample(CASES, 0, divisions)]
+NEIGHBOURS = [case.name for case in sample(CASES, 0, divisions, cost=cost)]
 with_neighbours = pytest.mark.parametrize("name", NEIGHBOURS)
 
 

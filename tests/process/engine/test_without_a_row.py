@@ -34,6 +34,7 @@ ALPHA = 12.0
 ROWS = [[3, 5, 7, 9, 11, 13, 2, 40, 41, 42], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
 CPU = torch.device("cpu")
 SERVED = sorted(PACKED - UNSERVED)
+UNLIKE = {"phi3", "starcoder2", "olmoe", "granite"}  # fused projections, no gate, experts, scaled logits
 PEFT_READS_A_PART = ["ernie4_5_moe", "glm4_moe"]
 PREFIX = "base_model.model."
 
@@ -87,7 +88,9 @@ def weighted(_: MicroBatch, logprobs: Tensor, __: Tensor | None) -> LossSums:
     return LossSums(loss=-logprobs.square().sum())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ROWLESS if kind not in PEFT_READS_A_PART])
+@pytest.mark.parametrize(
+    "kind", sample([kind for kind in ROWLESS if kind not in PEFT_READS_A_PART], 8, lambda kind: {kind} & UNLIKE)
+)
 def test_scores_and_exports_like_stock_peft(kind: str, tmp_path: Path) -> None:
     engine, base = make_engine(save_rowless(kind, tmp_path / "model")), stock(tmp_path / "model")
     batch = scoring_batch(ROWS, "a")
@@ -100,7 +103,7 @@ def test_scores_and_exports_like_stock_peft(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(engine.logprobs(batch, adapter="a"), adapted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", PEFT_READS_A_PART)
+@pytest.mark.parametrize("kind", sample(PEFT_READS_A_PART, 1))
 def test_scores_like_merged_weights(kind: str, tmp_path: Path) -> None:
     """Where stock PEFT leaves out dense layers and shared experts beside the routed ones."""
     compare_with_merged_weights(save_rowless(kind, tmp_path / "model"), tmp_path / "merged")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
+from areal_lora.launcher.plan import MODULES
 from tests.support.cli.command import forked_python
 from tests.support.forks.starter import starter_of
 from tests.support.paths import EXAMPLES
@@ -49,3 +51,16 @@ def forked_roles(folder: Path, *interpreters: str) -> list[str]:
     """
     chosen = {key: ROLES[key] for key in interpreters or ROLES}
     return [f"{key}={starter_of(preload).interpreter(folder / key)}" for key, preload in chosen.items()]
+
+
+def with_forked_roles(folder: Path, script: str) -> list[str]:
+    """Command that runs a script whose run's roles are forks; what else it starts are new interpreters."""
+    python, cases = folder / "python of roles", []
+    for role, key in zip(("trainer", "controller", "server"), ROLES, strict=True):
+        executable = starter_of(ROLES[key]).interpreter(folder / key)
+        cases.append(f'{MODULES[role]}) exec {shlex.quote(str(executable))} "$@" ;;')
+    other = f'*) exec {shlex.quote(sys.executable)} "$@" ;;'
+    python.write_text("\n".join(["#!/bin/sh", 'case "$2" in', *cases, other, "esac"]))
+    python.chmod(0o755)
+    code = f"import runpy, sys; sys.executable = {str(python)!r}; runpy.run_path({script!r}, run_name='__main__')"
+    return [sys.executable, "-c", code]

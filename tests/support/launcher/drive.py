@@ -1,5 +1,7 @@
 """Runs processes given as JSON through the real ``run_local``; the tests start it as a process of its own.
 
+Each is the code of an interpreter, or the words of a command.
+
 ``python -m tests.support.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]' [a.b=c ...]``
 """
 
@@ -33,7 +35,12 @@ def main() -> int:
     )
     plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
     specs = tuple(
-        ProcessSpec(role=role, index=index, argv=(sys.executable, "-u", "-c", code), env={})
+        ProcessSpec(
+            role=role,
+            index=index,
+            argv=tuple(code) if isinstance(code, list) else (sys.executable, "-u", "-c", code),
+            env={},
+        )
         for role, index, code in processes
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,14 @@ from tests.support.clocks import WAIT_S
 from tests.support.launcher import drive
 from tests.support.launcher.stops import marked
 
+Process = tuple[str, int, str | list[str]]
+"""Role, index, and the code or the command."""
+
 
 class Run:
     """One launcher process, a fork, and all that it starts, whose environment carries its mark."""
 
-    def __init__(
-        self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]], overrides: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, grace_s: float, processes: list[Process], overrides: Sequence[str] = ()) -> None:
         self.folder = folder
         self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
@@ -60,7 +61,7 @@ def beginning(folder: Path) -> Iterator[Callable[..., Run]]:
     """Start launchers in ``folder``; kill on leaving what they left."""
     runs: list[Run] = []
 
-    def start(*processes: tuple[str, int, str], grace_s: float = 3.0, overrides: Sequence[str] = ()) -> Run:
+    def start(*processes: Process, grace_s: float = 3.0, overrides: Sequence[str] = ()) -> Run:
         runs.append(Run(folder, grace_s, list(processes), overrides))
         return runs[-1]
 

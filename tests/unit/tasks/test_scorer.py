@@ -60,6 +60,11 @@ def score(*batches: list[ScoreItem], reward=None, hidden: Path | None = None):
     return scores
 
 
+def test_a_child_starts_without_numpy():
+    code = "import sys, areal_lora.tasks.scorer_child; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
 def test_rewards_come_back_in_order():
     [scores, nothing] = score(
         [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=BuiltInReward()

@@ -158,6 +158,15 @@ def largest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+PARTS = {
+    **dict.fromkeys(("q_proj", "v_proj", "o_proj"), "attention"),
+    **dict.fromkeys(("gate_proj|w1", "up_proj|w3", "down_proj|w2"), "mlp"),
+    "shared_expert": "shared",
+    r"layers\.1\.": "layer",
+}
+"""Patterns of parts of an adapter, with their kinds."""
+
+
 def without(tensors: Tensors, pattern: str) -> Tensors:
     """The same adapter with lora_B = 0 where ``pattern`` matches."""
     return {n: t * 0 if "lora_B" in n and re.search(pattern, n) else t for n, t in tensors.items()}

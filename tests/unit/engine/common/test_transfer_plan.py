@@ -126,8 +126,7 @@ def pack(
     return flat
 
 
-@pytest.mark.parametrize("experts", list(ExpertLayout))
-@pytest.mark.parametrize("kind", list(SHAPES))
+@pytest.mark.parametrize(("kind", "experts"), sample(itertools.product(SHAPES, ExpertLayout), 0, lambda case: case))
 def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "SECTION_BYTES", 2000)  # several sections of several sites
     spec = AdapterSpec(name="a", base_model="b", rank=3, alpha=1.0, target_modules=TARGETS, expert_layout=experts)

@@ -264,9 +264,7 @@ SIDES = {"rollouts": (0.0001, (0.9, 1.0)), "both": (0.002, (0.05, 0.9)), "traine
 
 @pytest.mark.parametrize(
     ("profiles", "side", "pacing"),
-    sample(
-        list(itertools.product([equal, unlike], SIDES, ["fresh", "full"])), 6, lambda case: [str(case[:2]), case[2]]
-    ),
+    sample(list(itertools.product([equal, unlike], SIDES, ["fresh", "full"])), 0, lambda case: case),
 )
 def test_shares_of_trained_tokens_follow_the_weights_whichever_side_is_slower(
     profiles: Callable[[], list[Profile]], side: str, pacing: str
