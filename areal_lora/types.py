@@ -27,7 +27,6 @@ from areal_lora.tokens import RouteShape as RouteShape
 from areal_lora.tokens import TokenColumns as TokenColumns
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
