@@ -66,6 +66,8 @@ def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> No
     if body.get("modalities") not in (None, ["text"]):
         raise refuse("modalities", _ABSENT)
     choice = body.get("tool_choice")
+    if isinstance(choice, dict) and "name" not in choice and "function" not in choice:  # of messages
+        choice = choice.get("type")
     if choice is not None and choice not in ("auto", "none"):
         raise refuse("tool_choice", f"only auto and none: a forced call is not the policy's choice. {_GRAMMAR}")
     text = body.get("text")
@@ -78,3 +80,8 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     """OpenAI's error body."""
     kind = _STATUS.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def anthropic_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _STATUS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -98,12 +98,8 @@ class DataPlane:
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
         n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        if (
-            isinstance(body, CompletionBody)
-            and body.return_columns
-            and (body.logprobs is None or body.echo or body.stream)
-        ):
-            raise BadRequest("return_columns needs logprobs, without echo and stream")
+        if isinstance(body, CompletionBody) and body.return_columns and (body.logprobs is None or body.echo):
+            raise BadRequest("return_columns needs logprobs, without echo")
         only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if not prompts:

@@ -6,7 +6,7 @@ version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs 
 the prompt in front of all of them; its first token has the score 0 and no others. With ``max_tokens`` 0 there is the
 prompt alone, which may be as long as the context.
 ``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
-``logprobs.token_logprobs``; needs ``logprobs``, without ``echo`` and ``stream``.
+``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.

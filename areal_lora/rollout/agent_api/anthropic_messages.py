@@ -1,0 +1,155 @@
+"""``POST /v1/messages`` of Anthropic's API, for coding harnesses: from blocks to turns, from replies to blocks.
+
+A user's tool results are turns of their own before the user's text. Blocks of thinking are dropped: this endpoint makes
+none. Fields that are no sampling settings (``thinking``, ``cache_control``, ``metadata``) are ignored.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+
+from areal_lora.rollout.agent_api.chat import chat_tools, converted, plain
+from areal_lora.rollout.agent_api.refusals import refuse
+from areal_lora.rollout.agent_api.replies import (
+    Call,
+    CompletedRequest,
+    ReplyStream,
+    SampledReply,
+    SamplingRequest,
+    Spell,
+    Turn,
+)
+
+_THOUGHTS = ("thinking", "redacted_thinking")
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _Tool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class _ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    messages: list[_Message]
+    max_tokens: int | None = None  # as in count_tokens
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice = _ToolChoice()
+    stop_sequences: list[str] | None = None
+
+
+def parse_messages(body: dict[str, Any]) -> SamplingRequest:
+    """Raises AgentRequestError."""
+    request = converted(body, MessagesRequest)
+    if not request.messages:
+        raise refuse("messages", "at least one")
+    system = plain(request.system, "system")
+    turns = [Turn(role="system", content=system)] if system else []
+    for i, message in enumerate(request.messages):
+        turns += _turns(message, f"messages[{i}].content")
+    tools = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise refuse(f"tools[{i}]", f"a tool of type {tool.type}; only functions can be called here")
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    return SamplingRequest(
+        model=request.model,
+        turns=tuple(turns),
+        tools=[] if request.tool_choice.type == "none" else chat_tools(tools),
+        parallel_calls=not request.tool_choice.disable_parallel_tool_use,
+        max_tokens=request.max_tokens,
+        stop=tuple(request.stop_sequences or ()),
+    )
+
+
+def _turns(message: _Message, at: str) -> Iterator[Turn]:
+    if isinstance(message.content, str):
+        yield Turn(role=message.role, content=message.content)
+        return
+    texts, calls = list[dict[str, Any]](), list[Call]()
+    results = False
+    for i, block in enumerate(message.content):
+        kind = block.get("type")
+        if kind == "tool_use":
+            spelt = json.dumps(block.get("input"), ensure_ascii=False)
+            calls.append(Call(id=str(block.get("id", "")), name=str(block.get("name", "")), arguments=spelt))
+        elif kind == "tool_result":
+            results = True
+            content = plain(block.get("content"), f"{at}[{i}].content")
+            yield Turn(role="tool", content=content, call_id=str(block.get("tool_use_id", "")))
+        elif kind == "text":
+            texts.append(block)
+        elif kind not in _THOUGHTS:
+            raise refuse(f"{at}[{i}]", f"a block of type {kind}; there are texts and tool calls here")
+    if texts or calls or not results:
+        yield Turn(role=message.role, content=plain(texts, at), calls=tuple(calls))
+
+
+def message_body(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> dict[str, Any]:
+    """The message object; of a request without replies that of its stream's start."""
+    reply = answered.replies[0] if answered.replies else None
+    return {
+        "id": f"msg_{answered.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [] if reply is None else _blocks(reply),
+        **_stop(reply),
+        "usage": {"input_tokens": len(answered.prompt_ids), "output_tokens": answered.n_out},
+    }
+
+
+def _stop(reply: SampledReply | None) -> dict[str, Any]:
+    if reply is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    if reply.stopped_by is not None and not reply.turn.calls:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    return {"stop_reason": _REASONS[reply.finish_reason], "stop_sequence": None}
+
+
+def _blocks(reply: SampledReply) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": reply.turn.content}] if reply.turn.content else []
+    return [*text, *({"type": "tool_use", "id": c.id, "name": c.name, "input": c.values()} for c in reply.turn.calls)]
+
+
+async def message_events(
+    stream: ReplyStream, model: str, body: dict[str, Any], spell: Spell
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed message: text as it comes, calls at the end."""
+    yield {"type": "message_start", "message": message_body(stream.started, model, body, spell)}
+    texts = False
+    async for part in stream.parts():
+        if part.text:
+            if not texts:
+                yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+            texts = True
+            delta = {"type": "text_delta", "text": part.text}
+            yield {"type": "content_block_delta", "index": 0, "delta": delta}
+    answered = await stream.whole
+    (reply,) = answered.replies
+    for index, block in enumerate(_blocks(reply)):
+        if block["type"] == "tool_use":
+            yield {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    usage = {"input_tokens": len(answered.prompt_ids), "output_tokens": answered.n_out}
+    yield {"type": "message_delta", "delta": _stop(reply), "usage": usage}
+    yield {"type": "message_stop"}
