@@ -89,8 +89,8 @@ class AgentWorkflow:
         )
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            texts=tuple(session.last_text for session, _ in ended for _ in session.conversations),
-            turns=tuple(session.turns_of(i) for session, _ in ended for i in range(len(session.conversations))),
+            texts=tuple(session.last_text for session, _ in ended for _ in session.trained()),
+            turns=tuple(session.turns_of(i) for session, _ in ended for i in session.trained()),
         )
 
     async def _sample(
@@ -99,8 +99,9 @@ class AgentWorkflow:
         session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
         try:
             reward = await self._played(session, prompt)
-            if not session.conversations:
-                raise GenerationFault(FaultKind.AGENT, "the agent ended without a completion")
+            if not session.trained():
+                detail = "the agent ended without a completion"
+                raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
             if not isinstance(reward, int | float | None):
                 what = type(reward).__name__
                 raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None", Cause.CODE)

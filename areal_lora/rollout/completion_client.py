@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
+from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, StructuredOutputs, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
@@ -106,6 +106,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     ignore_eos: bool = False
     echo: bool = False
     stream: bool = False
+    structured_outputs: StructuredOutputs | None = None
     model: str = ""
     pin_version: bool = False
 

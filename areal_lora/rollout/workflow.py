@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
+from areal_lora.network.http_server import StructuredOutputs
 from areal_lora.rollout.completion_client import (
     Arrived,
     CompletionClient,
@@ -157,6 +158,7 @@ class WorkflowContext:
         n: int = 1,
         stop: list[str] | None = None,
         top_logprobs: int = 0,
+        schema: dict[str, Any] | None = None,
         arrived: Arrived | None = None,
     ) -> list[Generation]:
         """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
@@ -178,6 +180,7 @@ class WorkflowContext:
             min_p=self.sampling.min_p,
             min_tokens=self.sampling.min_tokens,
             logprobs=top_logprobs,
+            structured_outputs=None if schema is None else StructuredOutputs(json=schema),
         )
         return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s, arrived=arrived)
 

@@ -20,6 +20,8 @@ from areal_lora.rollout.agent_api.replies import (
     SamplingRequest,
     Spell,
     Turn,
+    forced_tools,
+    schema_of,
 )
 
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -52,6 +54,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice = _ToolChoice()
     stop_sequences: list[str] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 def parse_messages(body: dict[str, Any]) -> SamplingRequest:
@@ -69,11 +72,15 @@ def parse_messages(body: dict[str, Any]) -> SamplingRequest:
             raise refuse(f"tools[{i}]", f"a tool of type {tool.type}; only functions can be called here")
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         tools.append({"type": "function", "function": function})
+    choice = request.tool_choice
+    chosen = [] if choice.type == "none" else chat_tools(tools)
     return SamplingRequest(
         model=request.model,
         turns=tuple(turns),
-        tools=[] if request.tool_choice.type == "none" else chat_tools(tools),
-        parallel_calls=not request.tool_choice.disable_parallel_tool_use,
+        tools=chosen,
+        forced=forced_tools({"name": choice.name} if choice.name else choice.type, chosen),
+        schema=schema_of((request.output_config or {}).get("format"), "output_config.format"),
+        parallel_calls=not choice.disable_parallel_tool_use,
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
     )

@@ -22,6 +22,8 @@ from areal_lora.rollout.agent_api.replies import (
     SamplingRequest,
     Spell,
     Turn,
+    forced_tools,
+    schema_of,
 )
 from areal_lora.types import Generation
 
@@ -84,7 +86,7 @@ def plain(content: Any, at: str) -> str:
 def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function tools in the chat format, which templates and parsers take; also from the format of responses.
 
-    `strict` is dropped: nothing forces the model to a schema. Raises AgentRequestError for tools of other types.
+    `strict` is dropped: only `tool_choice` forces calls. Raises AgentRequestError for tools of other types.
     """
     converted = []
     for i, tool in enumerate(tools or ()):
@@ -124,6 +126,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    response_format: Any = None
 
 
 class ChatRequest(_Body, frozen=True, kw_only=True):
@@ -149,10 +152,13 @@ def parse_chat(body: dict[str, Any]) -> SamplingRequest:
     if request.top_logprobs and not request.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true")
     limit = request.max_completion_tokens
+    tools = chat_tools(request.tools) if request.tool_choice != "none" else []
     return SamplingRequest(
         model=request.model,
         turns=tuple(message.turn(f"messages[{i}]") for i, message in enumerate(request.messages)),
-        tools=chat_tools(request.tools) if request.tool_choice != "none" else [],
+        tools=tools,
+        forced=forced_tools(request.tool_choice, tools),
+        schema=schema_of(request.response_format, "response_format"),
         parallel_calls=request.parallel_tool_calls is not False,
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens if limit is None else limit,
@@ -168,6 +174,7 @@ def parse_text(body: dict[str, Any]) -> SamplingRequest:
     return SamplingRequest(
         model=request.model,
         prompt=_one_prompt(request.prompt),
+        schema=schema_of(request.response_format, "response_format"),
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens,
         stop=stops(request.stop),

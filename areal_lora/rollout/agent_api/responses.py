@@ -9,7 +9,16 @@ import msgspec
 
 from areal_lora.rollout.agent_api import chat
 from areal_lora.rollout.agent_api.refusals import refuse
-from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
+from areal_lora.rollout.agent_api.replies import (
+    Call,
+    CompletedRequest,
+    ReplyStream,
+    SamplingRequest,
+    Spell,
+    Turn,
+    forced_tools,
+    schema_of,
+)
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -26,6 +35,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     prompt: Any = None
+    text: dict[str, Any] | None = None
 
 
 def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | None]) -> SamplingRequest:
@@ -40,10 +50,13 @@ def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | N
         before = tuple(turn for turn in found if turn.role != "system")
     system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
+    tools = [] if request.tool_choice == "none" else chat.chat_tools(request.tools)
     return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
-        tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
+        tools=tools,
+        forced=forced_tools(request.tool_choice, tools),
+        schema=schema_of((request.text or {}).get("format"), "text.format"),
         parallel_calls=request.parallel_tool_calls is not False,
         max_tokens=request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wanted else None,
@@ -118,7 +131,7 @@ def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], 
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": body.get("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": body.get("top_p"),

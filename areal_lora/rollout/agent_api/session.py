@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.network.http_server import ParsedText, ToolCallsBody
+from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
 from areal_lora.rollout.agent_api.replies import (
@@ -27,7 +28,7 @@ from areal_lora.rollout.agent_api.replies import (
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
+from areal_lora.types import AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
@@ -148,6 +149,7 @@ class Session:
                 seed=seed,
                 timeout_s=2 * self.context.sampling.timeout_s,
                 top_logprobs=request.top_logprobs or 0,
+                schema=request.grammar,
                 arrived=None if heard is None else arrived,
             )
             replies = await self._replies(request, number, sampled, [each.text for each in shown])
@@ -166,7 +168,10 @@ class Session:
     ) -> None:
         answers = list[AnswerRecord]()
         for reply in replies:
-            conversation = join(self.conversations, prompt.token_ids, reply.sampled)
+            recorded = reply.sampled
+            if request.grammar is not None and not self.context.evaluating:
+                recorded = replace(recorded, columns=TokenColumns.unsampled(recorded.token_ids))
+            conversation = join(self.conversations, prompt.token_ids, recorded)
             end = len(conversation)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
             start, how = end - len(reply.sampled.columns), reply.finish_reason
@@ -190,7 +195,9 @@ class Session:
     ) -> list[SampledReply]:
         texts = [self._spoken(one, request.stop) for one in sampled]
         parsed: Sequence[ParsedText | None] = [None] * len(sampled)
-        if request.tools and self.tool_parser is not None:
+        if request.forced:
+            parsed = [_forced(one.text) for one in sampled]
+        elif request.tools and self.tool_parser is not None:
             parsed = await self.context.client.tool_calls(
                 self.context.client.newest(self.ref),
                 ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[text for text, _ in texts]),
@@ -261,9 +268,13 @@ class Session:
     def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
         """All with the sample's one score."""
         return [
-            packed.trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
-            for i, packed in enumerate(self.conversations)
+            self.conversations[i].trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
+            for i in self.trained()
         ]
+
+    def trained(self) -> list[int]:
+        """The conversations that have tokens of the policy."""
+        return [i for i, packed in enumerate(self.conversations) if any(part.n_sampled for part in packed.parts)]
 
 
 class Sessions:
@@ -287,6 +298,22 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         return self._open.get(_digest(key))
+
+
+def _forced(text: str) -> ParsedText:
+    """The calls of an answer whose text is a list of them; of one that was cut off there are none."""
+    try:
+        found = msgspec.json.decode(text, type=list[_ForcedCall])
+    except msgspec.DecodeError:
+        return ParsedText(content=text)
+    return ParsedText(
+        content="", calls=[ParsedCall(name=call.name, arguments=json.dumps(call.parameters)) for call in found]
+    )
+
+
+class _ForcedCall(msgspec.Struct, frozen=True):
+    name: str
+    parameters: dict[str, Any]
 
 
 def _digest(key: str) -> bytes:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
@@ -256,6 +256,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "st
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
+    structured = body.structured_outputs if isinstance(body, CompletionBody) else None
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
@@ -263,6 +264,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         logprobs=body.wants_logprobs,
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
+        structured_outputs=None if structured is None else StructuredOutputsParams(json=structured.json),
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

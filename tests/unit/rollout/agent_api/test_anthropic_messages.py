@@ -88,6 +88,22 @@ def test_stop_reasons() -> None:
     assert server.requests[0]["stop"] == ["x", "="]
 
 
+def test_a_tool_can_be_forced() -> None:
+    called = '[{"name": "add", "parameters": {"a": 1}}]'
+
+    async def agent(client: anthropic.AsyncAnthropic, model: str) -> None:
+        body: dict[str, Any] = {"model": model, "max_tokens": 8, "messages": MESSAGES}
+        for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+            message = await client.messages.create(**body, tools=[TOOL, TOOL | {"name": "sub"}], tool_choice=choice)
+            assert [(block.type, block.input) for block in message.content] == [("tool_use", {"a": 1})]
+        await client.messages.create(**body)
+
+    server = saying([called, called, "hey"])
+    run(agent, server)
+    kinds = [request["structured_outputs"]["json"].get("maxItems") for request in server.requests[:2]]
+    assert kinds == [None, 1]
+
+
 def test_errors_have_anthropics_shape() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "x"}}
 

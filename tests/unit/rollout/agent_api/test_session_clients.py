@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from itertools import groupby
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -285,3 +286,52 @@ def test_the_keys_model_is_listed_and_errors_name_their_field() -> None:
         await client.chat.completions.create(model=model, messages=MESSAGES)
 
     run(agent, saying(["hey"]))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+CALLS = '[{"name": "add", "parameters": {"a": 1}}]'
+
+
+def test_an_answer_under_a_grammar_is_given_back_and_not_trained() -> None:
+    tool: Any = {"type": "function", "function": FUNCTION | {"parameters": SCHEMA}}
+    other: Any = {"type": "function", "function": {"name": "sub"}}
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        body: dict[str, Any] = {"model": model, "tools": [tool, other]}
+        reply = await client.chat.completions.create(messages=MESSAGES, tool_choice="required", **body)
+        (call,) = reply.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert reply.choices[0].finish_reason == "tool_calls"
+        given: list[Any] = [*MESSAGES, reply.choices[0].message.model_dump(exclude_none=True)]
+        given.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        named: Any = {"type": "function", "function": {"name": "add"}}
+        await client.chat.completions.create(messages=MESSAGES, tool_choice=named, **body)
+        assert (await client.chat.completions.create(messages=given, **body)).choices[0].message.content == "three"
+        as_json: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        await client.chat.completions.create(model=model, messages=MESSAGES, response_format=as_json)
+        await client.responses.create(model=model, input="hi", text={"format": {"type": "json_object"}})
+
+    server = saying([CALLS, CALLS, "three", "{}", "{}"])
+    (made,) = run(agent, server).group.trajectories
+    told = "[add][sub]<user:hi>" + CALLS + chr(EOS) + "<tool:3>"
+    assert (made.token_ids, made.loss_mask) == oracle(("told", told), ("sampled", "three"))
+    asked = [request.get("structured_outputs", {}).get("json") for request in server.requests]
+    required, named, free, schema, anything = asked
+    assert (free, schema, anything) == (None, SCHEMA, {"type": "object"})
+    assert (named["maxItems"], [kind["properties"]["name"]["enum"] for kind in named["items"]["anyOf"]]) == (
+        1,
+        [["add"]],
+    )
+    assert required["$defs"] == SCHEMA["$defs"], "references are from the root"
+    jsonschema.validate(json.loads(CALLS), required)
+    for wrong in ([], [{"name": "mul", "parameters": {}}], [{"name": "add", "parameters": {"a": "1"}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, required)
+
+
+def test_an_agent_without_an_answer_of_the_policy_has_nothing_to_train() -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        await client.chat.completions.create(model=model, messages=MESSAGES, response_format={"type": "json_object"})
+
+    with pytest.raises(GenerationFault, match="without a completion that no grammar chose"):
+        run(agent, saying(["{}"]))
