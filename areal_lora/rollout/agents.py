@@ -149,7 +149,7 @@ _ErrorBody = Callable[[int, str, str | None], Body]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Api:
+class AgentApi:
     """How the requests of one route are read, and its answers written."""
 
     parse: Callable[[Body, Session], SamplingRequest]
@@ -159,11 +159,11 @@ class Api:
     error: _ErrorBody = error_body
 
 
-_CHAT = Api(parse=lambda body, _: parse_chat(body), whole=reply_body, events=reply_events, named=False)
-_RESPONSES = Api(
+_CHAT = AgentApi(parse=lambda body, _: parse_chat(body), whole=reply_body, events=reply_events, named=False)
+_RESPONSES = AgentApi(
     parse=lambda body, session: parse_response(body, session.earlier), whole=response_body, events=response_events
 )
-_MESSAGES = Api(
+_MESSAGES = AgentApi(
     parse=lambda body, _: parse_messages(body), whole=message_body, events=message_events, error=anthropic_error
 )
 APIS = {
@@ -203,7 +203,7 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
     An agent that disconnects ends its request, and the sequence on the server.
     """
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-Api-Key", ""))
+    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-AgentApi-Key", ""))
     if session is None:
         return _error(401, "the key is not, or no longer, valid", error_of=error_of)
     try:
@@ -223,7 +223,7 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
         return _error(503, str(fault), error_of=error_of)
 
 
-async def _sample(api: Api, session: Session, request: Request) -> Response:
+async def _sample(api: AgentApi, session: Session, request: Request) -> Response:
     body = await _checked_body(session, request)
     wanted = api.parse(body, session)
     if not body.get("stream"):
@@ -231,16 +231,12 @@ async def _sample(api: Api, session: Session, request: Request) -> Response:
     stream = ReplyStream(partial(session.answer, wanted))
     session.requests.add(stream.whole)
     stream.whole.add_done_callback(session.requests.discard)
-    try:
-        await stream.opened()
-    except BaseException:
-        stream.whole.cancel()
-        raise
+    await stream.opened()
     events = _events(api, session, stream, body)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _events(api: Api, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
+async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
     """Closing it, as when the agent disconnects, ends the sequences on the server."""
     try:
         async for event in api.events(stream, session.ref.name, body, session.spell):

@@ -144,7 +144,7 @@ Arrived: TypeAlias = Callable[[int, Generation], None]
 
 
 @dataclass(slots=True)
-class _Streamed:
+class _PartReader:
     """A streamed completion, which ``arrived`` gets part by part. It is read once: parts cannot be taken back."""
 
     arrived: Arrived
@@ -232,7 +232,7 @@ class CompletionClient:
         return ref if self.pins else self.router.newest(ref)
 
     async def complete(
-        self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _Streamed | None = None
+        self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _PartReader | None = None
     ) -> tuple[AdapterRef, list[SampledChoice]]:
         """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
         body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins, stream=streamed is not None)
@@ -257,7 +257,7 @@ class CompletionClient:
             request, logprobs=request.logprobs or 0, return_token_ids=True, return_columns=True
         )
         pinned = ref if self.pins else None
-        streamed = None if arrived is None else _Streamed(arrived, pinned)
+        streamed = None if arrived is None else _PartReader(arrived, pinned)
         _, choices = await self.complete(ref, request, timeout_s, streamed)
         return [_generation(choice, pinned) for choice in choices]
 

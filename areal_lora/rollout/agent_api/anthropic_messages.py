@@ -12,17 +12,7 @@ import msgspec
 
 from areal_lora.rollout.agent_api.chat import chat_tools, converted, plain
 from areal_lora.rollout.agent_api.refusals import refuse
-from areal_lora.rollout.agent_api.replies import (
-    Call,
-    CompletedRequest,
-    ReplyStream,
-    SampledReply,
-    SamplingRequest,
-    Spell,
-    Turn,
-    forced_tools,
-    schema_of,
-)
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -41,14 +31,14 @@ class _ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool = False
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True):
+class _BlockMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[dict[str, Any]]
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
-    messages: list[_Message]
+    messages: list[_BlockMessage]
     max_tokens: int | None = None  # as in count_tokens
     system: str | list[dict[str, Any]] | None = None
     tools: list[_Tool] | None = None
@@ -73,20 +63,19 @@ def parse_messages(body: dict[str, Any]) -> SamplingRequest:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         tools.append({"type": "function", "function": function})
     choice = request.tool_choice
-    chosen = [] if choice.type == "none" else chat_tools(tools)
     return SamplingRequest(
         model=request.model,
         turns=tuple(turns),
-        tools=chosen,
-        forced=forced_tools({"name": choice.name} if choice.name else choice.type, chosen),
-        schema=schema_of((request.output_config or {}).get("format"), "output_config.format"),
+        tools=[] if choice.type == "none" else chat_tools(tools),
+        tool_choice={"name": choice.name} if choice.name else choice.type,
+        response_format=(request.output_config or {}).get("format"),
         parallel_calls=not choice.disable_parallel_tool_use,
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
     )
 
 
-def _turns(message: _Message, at: str) -> Iterator[Turn]:
+def _turns(message: _BlockMessage, at: str) -> Iterator[Turn]:
     if isinstance(message.content, str):
         yield Turn(role=message.role, content=message.content)
         return
@@ -111,29 +100,35 @@ def _turns(message: _Message, at: str) -> Iterator[Turn]:
 
 def message_body(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """The message object; of a request without replies that of its stream's start."""
-    reply = answered.replies[0] if answered.replies else None
     return {
         "id": f"msg_{answered.number}",
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [] if reply is None else _blocks(reply),
-        **_stop(reply),
+        "content": _blocks(answered),
+        **_stop(answered),
         "usage": {"input_tokens": len(answered.prompt_ids), "output_tokens": answered.n_out},
     }
 
 
-def _stop(reply: SampledReply | None) -> dict[str, Any]:
-    if reply is None:
+def _stop(answered: CompletedRequest) -> dict[str, Any]:
+    if not answered.replies:
         return {"stop_reason": None, "stop_sequence": None}
+    (reply,) = answered.replies
     if reply.stopped_by is not None and not reply.turn.calls:
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
     return {"stop_reason": _REASONS[reply.finish_reason], "stop_sequence": None}
 
 
-def _blocks(reply: SampledReply) -> list[dict[str, Any]]:
-    text = [{"type": "text", "text": reply.turn.content}] if reply.turn.content else []
-    return [*text, *({"type": "tool_use", "id": c.id, "name": c.name, "input": c.values()} for c in reply.turn.calls)]
+def _blocks(answered: CompletedRequest) -> list[dict[str, Any]]:
+    blocks = list[dict[str, Any]]()
+    for turn in (reply.turn for reply in answered.replies):
+        blocks += [{"type": "text", "text": turn.content}] if turn.content else []
+        for call in turn.calls:
+            given = call.values()  # an object, also where the model wrote none
+            given = given if isinstance(given, dict) else {"arguments": given}
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return blocks
 
 
 async def message_events(
@@ -150,13 +145,12 @@ async def message_events(
             delta = {"type": "text_delta", "text": part.text}
             yield {"type": "content_block_delta", "index": 0, "delta": delta}
     answered = await stream.whole
-    (reply,) = answered.replies
-    for index, block in enumerate(_blocks(reply)):
+    for index, block in enumerate(_blocks(answered)):
         if block["type"] == "tool_use":
             yield {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
             yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
     usage = {"input_tokens": len(answered.prompt_ids), "output_tokens": answered.n_out}
-    yield {"type": "message_delta", "delta": _stop(reply), "usage": usage}
+    yield {"type": "message_delta", "delta": _stop(answered), "usage": usage}
     yield {"type": "message_stop"}

@@ -14,17 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
-from areal_lora.rollout.agent_api.replies import (
-    Call,
-    CompletedRequest,
-    ReplyStream,
-    SampledReply,
-    SamplingRequest,
-    Spell,
-    Turn,
-    forced_tools,
-    schema_of,
-)
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 from areal_lora.types import Generation
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -152,13 +142,12 @@ def parse_chat(body: dict[str, Any]) -> SamplingRequest:
     if request.top_logprobs and not request.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true")
     limit = request.max_completion_tokens
-    tools = chat_tools(request.tools) if request.tool_choice != "none" else []
     return SamplingRequest(
         model=request.model,
         turns=tuple(message.turn(f"messages[{i}]") for i, message in enumerate(request.messages)),
-        tools=tools,
-        forced=forced_tools(request.tool_choice, tools),
-        schema=schema_of(request.response_format, "response_format"),
+        tools=chat_tools(request.tools) if request.tool_choice != "none" else [],
+        tool_choice=request.tool_choice,
+        response_format=request.response_format,
         parallel_calls=request.parallel_tool_calls is not False,
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens if limit is None else limit,
@@ -174,7 +163,7 @@ def parse_text(body: dict[str, Any]) -> SamplingRequest:
     return SamplingRequest(
         model=request.model,
         prompt=_one_prompt(request.prompt),
-        schema=schema_of(request.response_format, "response_format"),
+        response_format=request.response_format,
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens,
         stop=stops(request.stop),
@@ -197,7 +186,7 @@ def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
 
 def reply_body(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    choices = [_choice(i, reply, answered.request, spell) for i, reply in enumerate(answered.replies)]
+    choices = [_choice(i, answered, spell) for i in range(len(answered.replies))]
     return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
 
 
@@ -219,11 +208,11 @@ async def reply_events(
             roles.add(part.index)
             yield chunk(part.index, delta={"role": "assistant", "content": ""})
         if part.text or logprobs is not None:
-            said = {"text": part.text} if request.turns is None else {"delta": {"content": part.text}}
-            yield chunk(part.index, **said, logprobs=logprobs)
+            text = {"text": part.text} if request.turns is None else {"delta": {"content": part.text}}
+            yield chunk(part.index, **text, logprobs=logprobs)
     answered = await stream.whole
     for i, reply in enumerate(answered.replies):
-        for k, call in enumerate(_calls(reply)):
+        for k, call in enumerate(_calls(reply.turn)):
             yield chunk(i, delta={"tool_calls": [{"index": k} | call]})
         rest: dict[str, Any] = {"text": ""} if request.turns is None else {"delta": {}}
         yield chunk(i, **rest, finish_reason=reply.finish_reason)
@@ -241,7 +230,8 @@ def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]
     }
 
 
-def _choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
+def _choice(index: int, answered: CompletedRequest, spell: Spell) -> dict[str, Any]:
+    request, reply = answered.request, answered.replies[index]
     content = reply.turn.content
     choice = {
         "index": index,
@@ -251,15 +241,15 @@ def _choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Sp
     if request.turns is None:
         return choice | {"text": content}
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls := _calls(reply):
+    if calls := _calls(reply.turn):
         message |= {"tool_calls": calls, "content": content or None}
     return choice | {"message": message}
 
 
-def _calls(reply: SampledReply) -> list[dict[str, Any]]:
+def _calls(turn: Turn) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.turn.calls
+        for call in turn.calls
     ]
 
 

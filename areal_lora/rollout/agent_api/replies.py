@@ -80,11 +80,38 @@ def digest(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
+def _schema(kind: Any) -> dict[str, Any] | None:
+    match kind:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
+            return schema
+    raise refuse("response_format", "text, json_object, or json_schema with a schema")
+
+
+def _forced(choice: Any, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    match choice:
+        case None | "auto" | "none":
+            return ()
+        case "required" | "any":
+            if not tools:
+                raise refuse("tool_choice", "there are no tools to call")
+            return tuple(tool["function"]["name"] for tool in tools)
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return (name,)
+    raise refuse("tool_choice", "auto, none, required, or one tool's name")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:
     """``turns`` of a chat, or else a ``prompt``. ``tools`` are those that the prompt names, in the chat format.
 
-    The answer's text is JSON of ``schema``; with ``forced`` it is a list of calls of these tools.
+    ``tool_choice`` and ``response_format`` are those of any of the APIs.
     """
 
     model: str
@@ -97,8 +124,8 @@ class SamplingRequest:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     top_logprobs: int | None = None  # None: no log-probabilities
-    schema: dict[str, Any] | None = None
-    forced: tuple[str, ...] = ()
+    tool_choice: Any = None
+    response_format: Any = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_N:
@@ -107,10 +134,15 @@ class SamplingRequest:
             raise refuse("max_tokens", "at least 1")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise refuse("top_logprobs", f"0 to {MAX_TOP_LOGPROBS}")
-        if self.schema is not None and self.tools:
+        if _schema(self.response_format) is not None and self.tools:
             raise refuse("response_format", "its grammar leaves no room for calls; leave it out, or tools")
         if unknown := set(self.forced) - {tool["function"]["name"] for tool in self.tools}:
             raise refuse("tool_choice", f"tools has no {', '.join(sorted(unknown))}")
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """The tools that are left for an answer that must call one."""
+        return _forced(self.tool_choice, self.tools)
 
     @property
     def grammar(self) -> dict[str, Any] | None:
@@ -119,7 +151,7 @@ class SamplingRequest:
         Tokens that a grammar has chosen among are no sample of the policy: they are not trained on.
         """
         if not self.forced:
-            return self.schema
+            return _schema(self.response_format)
         kinds, definitions = list[dict[str, Any]](), dict[str, Any]()
         for function in (tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced):
             parameters = dict(function.get("parameters") or {"type": "object"})
@@ -129,35 +161,6 @@ class SamplingRequest:
         one = {} if self.parallel_calls and len(self.forced) > 1 else {"maxItems": 1}
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}} | one
         return schema | ({"$defs": definitions} if definitions else {})
-
-
-def schema_of(kind: Any, at: str) -> dict[str, Any] | None:
-    """The JSON schema of a response format of any of the APIs. Raises AgentRequestError for other formats."""
-    match kind:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
-            "type": "json_schema",
-            "schema": dict(schema),
-        }:
-            return schema
-    raise refuse(at, "text, json_object, or json_schema with a schema")
-
-
-def forced_tools(choice: Any, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The tools that `tool_choice` of any of the APIs leaves for an answer that must call one."""
-    match choice:
-        case None | "auto" | "none":
-            return ()
-        case "required" | "any":
-            if not tools:
-                raise refuse("tool_choice", "there are no tools to call")
-            return tuple(tool["function"]["name"] for tool in tools)
-        case {"function": {"name": str(name)}} | {"name": str(name)}:
-            return (name,)
-    raise refuse("tool_choice", "auto, none, required, or one tool's name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +226,11 @@ class ReplyStream:
 
     async def opened(self) -> None:
         """Wait for the first part; raises what ``answer`` raises before it."""
-        self._first = await self._queue.get()
+        try:
+            self._first = await self._queue.get()
+        finally:
+            if self._first is None:  # cancelled, or at an end
+                self.whole.cancel()
         if self._first is None:
             await self.whole
 

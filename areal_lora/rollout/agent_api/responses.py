@@ -9,16 +9,7 @@ import msgspec
 
 from areal_lora.rollout.agent_api import chat
 from areal_lora.rollout.agent_api.refusals import refuse
-from areal_lora.rollout.agent_api.replies import (
-    Call,
-    CompletedRequest,
-    ReplyStream,
-    SamplingRequest,
-    Spell,
-    Turn,
-    forced_tools,
-    schema_of,
-)
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -50,13 +41,12 @@ def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | N
         before = tuple(turn for turn in found if turn.role != "system")
     system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
-    tools = [] if request.tool_choice == "none" else chat.chat_tools(request.tools)
     return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
-        tools=tools,
-        forced=forced_tools(request.tool_choice, tools),
-        schema=schema_of((request.text or {}).get("format"), "text.format"),
+        tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
+        tool_choice=request.tool_choice,
+        response_format=(request.text or {}).get("format"),
         parallel_calls=request.parallel_tool_calls is not False,
         max_tokens=request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wanted else None,

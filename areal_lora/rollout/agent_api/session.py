@@ -16,15 +16,7 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
-from areal_lora.rollout.agent_api.replies import (
-    Call,
-    CompletedRequest,
-    Heard,
-    ReplyPart,
-    SampledReply,
-    SamplingRequest,
-    Turn,
-)
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
@@ -38,7 +30,7 @@ _CALL_MARK = re.compile(r"[<{\[`]")
 
 
 @dataclass(slots=True)
-class _Shown:
+class _HeldText:
     """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end."""
 
     decode: Callable[..., str]
@@ -123,7 +115,9 @@ class Session:
             raise AgentRequestError(400, f"{n} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
         return prompt
 
-    async def answer(self, request: SamplingRequest, heard: Heard | None = None) -> CompletedRequest:
+    async def answer(
+        self, request: SamplingRequest, heard: Callable[[CompletedRequest, ReplyPart], None] | None = None
+    ) -> CompletedRequest:
         """With ``heard`` the server streams: the same tokens, in parts. What is recorded does not depend on it.
 
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
@@ -133,7 +127,7 @@ class Session:
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
         started = CompletedRequest(number=number, request=request, prompt_ids=prompt.token_ids, replies=[])
-        shown = [_Shown(self.context.tokenizer.decode, bool(request.tools)) for _ in range(request.n)]
+        shown = [_HeldText(self.context.tokenizer.decode, bool(request.tools)) for _ in range(request.n)]
 
         def arrived(index: int, part: Generation) -> None:
             assert heard is not None

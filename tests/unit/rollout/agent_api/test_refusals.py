@@ -95,7 +95,7 @@ def test_what_asks_for_nothing_is_ignored(path: str) -> None:
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
-    (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format"),
+    (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
     (CHAT, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
