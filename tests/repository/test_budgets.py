@@ -36,12 +36,12 @@ LINES = {
     "families": 1430,  # FLOPs of passes
     "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
-    "network": 885,  # StructuredOutputs; listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
+    "network": 885,  # listening, certified_context, for service and gateway; types of /v1/tool_calls and schemas, once
     "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6661,  # streams of tokens, messages of Anthropic, grammars; answers in columns and over restarts; dropped groups; conversations on a server; kept turns
+    "rollout": 6661,  # streams of tokens, Anthropic's messages, grammars, turns kept once; answers over restarts
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
     "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
     "tasks": 3276,  # the time of scoring

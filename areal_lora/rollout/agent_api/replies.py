@@ -141,7 +141,7 @@ class SamplingRequest:
 
     @property
     def forced(self) -> tuple[str, ...]:
-        """The tools that are left for an answer that must call one."""
+        """The tools that an answer may call, where it must call one."""
         return _forced(self.tool_choice, self.tools)
 
     @property

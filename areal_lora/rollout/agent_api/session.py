@@ -199,10 +199,10 @@ class Session:
             )
         replies = []
         for i, (one, (_, stop), given, found) in enumerate(zip(sampled, texts, shown, parsed, strict=True)):
-            told = found.calls if found is not None else []
+            parsed_calls = found.calls if found is not None else []
             calls = tuple(
                 Call(id=call_id(self.seed, number, i, k), name=call.name, arguments=call.arguments)
-                for k, call in enumerate(told if request.parallel_calls else told[:1])
+                for k, call in enumerate(parsed_calls if request.parallel_calls else parsed_calls[:1])
             )
             content = found.content if found is not None and calls else one.text
             turn = Turn(role="assistant", content=content if content.startswith(given) else given, calls=calls)

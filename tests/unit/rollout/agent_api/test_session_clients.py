@@ -335,3 +335,15 @@ def test_an_agent_without_an_answer_of_the_policy_has_nothing_to_train() -> None
 
     with pytest.raises(GenerationFault, match="without a completion that no grammar chose"):
         run(agent, saying(["{}"]))
+
+
+def test_a_stream_with_tools_holds_back_what_may_be_a_call() -> None:
+    texts: list[list[str]] = []
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        for _ in range(2):
+            chunks = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL], stream=True)
+            texts.append([c.choices[0].delta.content async for c in chunks if c.choices[0].delta.content])
+
+    run(agent, saying(["so: a < b.", CALL]))
+    assert texts == [[*"so:", " a", " < b."], [*"ok"]]
