@@ -215,8 +215,8 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
 
 def test_an_agents_stream_has_the_tokens_of_its_answer_and_a_grammar_its_form(server: RunningServer) -> None:
     ref = server.publish(server.adapter(15, b_scale=0.3))
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    # An object could have spaces between its tokens, and this model has no reason to end them.
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
     texts: list[list[str]] = []
 
     async def agent(task: AgentTask) -> float:
@@ -232,7 +232,7 @@ def test_an_agents_stream_has_the_tokens_of_its_answer_and_a_grammar_its_form(se
             streamed = [row.logprob for row in rows]
             assert streamed == pytest.approx([row.logprob for row in whole.logprobs.content], abs=TOLERANCE)
             shaped = await client.chat.completions.create(model=task.model, messages=messages, response_format=form)
-            assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
+            assert json.loads(shaped.choices[0].message.content) in ("yes", "no")
         return 1.0
 
     async def main() -> Episode:
