@@ -226,7 +226,8 @@ def test_an_agents_stream_has_the_tokens_of_its_answer_and_a_grammar_its_form(se
             whole = (await client.chat.completions.create(**body)).choices[0]
             chunks = [c.choices[0] async for c in await client.chat.completions.create(**body, stream=True)]
             texts.append([c.delta.content for c in chunks if c.delta.content])
-            assert "".join(texts[-1]) == whole.message.content
+            # Of bytes that are no characters a decoder of parts makes other replacements than one of the whole.
+            assert "".join(texts[-1]).replace("\ufffd", "") == whole.message.content.replace("\ufffd", "")
             rows = [row for c in chunks if c.logprobs for row in c.logprobs.content]
             assert [row.token for row in rows] == [row.token for row in whole.logprobs.content]
             streamed = [row.logprob for row in rows]
