@@ -19,7 +19,7 @@ from areal_lora.obs.console import number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutHead, RolloutIndex
-from areal_lora.rollout.agent_api.chat import Turn
+from areal_lora.rollout.agent_api.replies import Turn
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 
 POLL_S = 0.3

@@ -168,6 +168,12 @@ def prompts_of(prompt: Prompt) -> list[str] | list[list[int]]:
     return [numbers] if numbers else texts or lists
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a completion: its text has to be JSON of the schema ``json``. The name is that of vLLM's servers."""
+
+    json: dict[str, Any]
+
+
 class ToolCallsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Texts of answers to requests with these ``tools``, in OpenAI's chat format."""
 

@@ -1,6 +1,6 @@
 """Agents: user code that calls an OpenAI-compatible endpoint; its completions are trained on.
 
-    agent(task) --/v1/chat/completions, /v1/responses; key of its own--> agent_gateway --Router--> rollout server
+    agent(task) --/v1/chat/completions, /v1/messages; key of its own--> agent_gateway --Router--> rollout server
                                                                               |
                                       Session: tokens, log-probabilities, versions of every completion
 
@@ -8,15 +8,16 @@ The gateway listens on loopback in the controller. A key belongs to one session 
 ends with it; the run secret stays on this side. What was sampled is never tokenized again (``prompt_tokens``), so
 that a conversation stays one trajectory. Tool calls are parsed by a rollout server, which has vLLM.
 
-Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``; ``GET /v1/models``. A streamed answer is
-sent when it is whole: its events are those of OpenAI, but the first one comes after the last token.
+Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``, ``/v1/messages`` (Anthropic's API),
+``/v1/messages/count_tokens``; ``GET /v1/models``. A streamed answer is sent as the server samples it. With tools, what
+may be a call is held back until the answer is whole.
 """
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,16 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconnected
 from areal_lora.processes.watched import watched_task
-from areal_lora.rollout.agent_api.chat import SamplingRequest, parse_chat, parse_text, reply_body, reply_events, sse
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, check_fields, error_body
+from areal_lora.rollout.agent_api.anthropic_messages import message_body, message_events, parse_messages
+from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, anthropic_error, check_fields, error_body
+from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, SamplingRequest, Spell, event_bytes
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -98,8 +101,8 @@ class AgentWorkflow:
         )
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            texts=tuple(session.last_text for session, _ in ended for _ in session.conversations),
-            turns=tuple(session.turns_of(i) for session, _ in ended for i in range(len(session.conversations))),
+            texts=tuple(session.last_text for session, _ in ended for _ in session.trained()),
+            turns=tuple(session.turns_of(i) for session, _ in ended for i in session.trained()),
         )
 
     async def _sample(
@@ -117,8 +120,9 @@ class AgentWorkflow:
         session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
         try:
             reward = await self._played(session, prompt)
-            if not session.conversations:
-                raise GenerationFault(FaultKind.AGENT, "the agent ended without a completion")
+            if not session.trained():
+                detail = "the agent ended without a completion"
+                raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
             if not isinstance(reward, int | float | Score | None):
                 what = type(reward).__name__
                 raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None", Cause.CODE)
@@ -162,22 +166,45 @@ MAX_BODY_BYTES = 16 << 20
 
 Body = dict[str, Any]
 _Handler = Callable[[Session, Request], Coroutine[Any, Any, Response]]
+_ErrorBody = Callable[[int, str, str | None], Body]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentApi:
+    """How the requests of one route are read, and its answers written."""
+
+    parse: Callable[[Body, Session], SamplingRequest]
+    whole: Callable[[CompletedRequest, str, Body, Spell], Body]
+    events: Callable[[ReplyStream, str, Body, Spell], AsyncIterator[Body]]
+    named: bool = True
+    error: _ErrorBody = error_body
+
+
+_CHAT = AgentApi(parse=lambda body, _: parse_chat(body), whole=reply_body, events=reply_events, named=False)
+_RESPONSES = AgentApi(
+    parse=lambda body, session: parse_response(body, session.earlier), whole=response_body, events=response_events
+)
+_MESSAGES = AgentApi(
+    parse=lambda body, _: parse_messages(body), whole=message_body, events=message_events, error=anthropic_error
+)
+APIS = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": replace(_CHAT, parse=lambda body, _: parse_text(body)),
+    "/v1/responses": _RESPONSES,
+    "/v1/messages": _MESSAGES,
+}
 
 
 @contextlib.asynccontextmanager
 async def agent_gateway() -> AsyncIterator[Sessions]:
     """Serve the agents of the sessions, at their ``port``, inside the block."""
     sessions = Sessions()
-    posts: dict[str, _Handler] = {
-        "/v1/chat/completions": partial(_completions, parse=parse_chat),
-        "/v1/completions": partial(_completions, parse=parse_text),
-        "/v1/responses": _responses,
-    }
     answer = partial(partial, _answer, sessions)
     app = Starlette(
         routes=[
-            *(Route(path, answer(handler), methods=["POST"]) for path, handler in posts.items()),
-            *(Route(path, answer(_models)) for path in ("/v1/models", "/v1/models/{name}")),
+            *(Route(path, answer(partial(_sample, api), api.error), methods=["POST"]) for path, api in APIS.items()),
+            Route("/v1/messages/count_tokens", answer(_count_tokens, anthropic_error), methods=["POST"]),
+            *(Route(path, answer(_models, error_body)) for path in ("/v1/models", "/v1/models/{name}")),
         ]
     )
     with socket.create_server((HOST, 0)) as sock:
@@ -191,15 +218,15 @@ async def agent_gateway() -> AsyncIterator[Sessions]:
             await serving
 
 
-async def _answer(sessions: Sessions, handler: _Handler, request: Request) -> Response:
-    """Answer within the session of the request's key, with OpenAI's bodies for known errors.
+async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, request: Request) -> Response:
+    """Answer within the session of the request's key, with the API's bodies for known errors.
 
     An agent that disconnects ends its request, and the sequence on the server.
     """
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    session = sessions.of_key(key) if kind == "Bearer" else None
+    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-AgentApi-Key", ""))
     if session is None:
-        return _error(401, "the key is not, or no longer, valid")
+        return _error(401, "the key is not, or no longer, valid", error_of=error_of)
     try:
         await request.body()
         task = asyncio.create_task(handler(session, request))
@@ -209,27 +236,47 @@ async def _answer(sessions: Sessions, handler: _Handler, request: Request) -> Re
         finally:
             session.requests.discard(task)
     except HTTPException as error:
-        return _error(error.status_code, error.detail)
+        return _error(error.status_code, error.detail, error_of=error_of)
     except AgentRequestError as error:
-        return _error(error.status, str(error), error.param)
+        return _error(error.status, str(error), error.param, error_of)
     except GenerationFault as fault:
         session.fail(fault)
-        return _error(503, str(fault))
+        return _error(503, str(fault), error_of=error_of)
 
 
-async def _completions(session: Session, request: Request, *, parse: Callable[[Body], SamplingRequest]) -> Response:
+async def _sample(api: AgentApi, session: Session, request: Request) -> Response:
     body = await _checked_body(session, request)
-    answered = await session.answer(parse(body))
-    if body.get("stream"):
-        return _events(sse(reply_events(answered, session.ref.name, body, session.spell)))
-    return JSONResponse(reply_body(answered, session.ref.name, session.spell))
+    wanted = api.parse(body, session)
+    if not body.get("stream"):
+        return JSONResponse(api.whole(await session.answer(wanted), session.ref.name, body, session.spell))
+    stream = ReplyStream(partial(session.answer, wanted))
+    session.requests.add(stream.whole)
+    stream.whole.add_done_callback(session.requests.discard)
+    await stream.opened()
+    events = _events(api, session, stream, body)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _responses(session: Session, request: Request) -> Response:
-    body = await _checked_body(session, request)
-    answered = await session.answer(parse_response(body, session.responses))
-    whole = response_body(answered, session.ref.name, body, session.spell)
-    return _events(sse(response_events(whole), named=True)) if body.get("stream") else JSONResponse(whole)
+async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
+    """Closing it, as when the agent disconnects, ends the sequences on the server."""
+    try:
+        async for event in api.events(stream, session.ref.name, body, session.spell):
+            yield event_bytes(event, named=api.named)
+        if not api.named:
+            yield b"data: [DONE]\n\n"
+    except GenerationFault as fault:
+        session.fail(fault)
+        yield event_bytes({"type": "error"} | api.error(503, str(fault), None), named=api.named)
+    except asyncio.CancelledError:
+        if not stream.whole.cancelled():  # else the session has ended
+            raise
+    finally:
+        stream.whole.cancel()
+
+
+async def _count_tokens(session: Session, request: Request) -> Response:
+    wanted = parse_messages(await _checked_body(session, request))
+    return JSONResponse({"input_tokens": len(session.prompt(wanted).token_ids)})
 
 
 async def _models(session: Session, request: Request) -> Response:
@@ -252,9 +299,5 @@ async def _checked_body(session: Session, request: Request) -> Body:
     return body
 
 
-def _events(payload: bytes) -> Response:
-    return Response(payload, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-def _error(status: int, message: str, param: str | None = None) -> Response:
-    return JSONResponse(error_body(status, message, param), status_code=status)
+def _error(status: int, message: str, param: str | None = None, error_of: _ErrorBody = error_body) -> Response:
+    return JSONResponse(error_of(status, message, param), status_code=status)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, ToolCallsAnswer, ToolCallsBody
+from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, StructuredOutputs, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
@@ -103,6 +105,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     min_tokens: int = 0
     ignore_eos: bool = False
     echo: bool = False
+    stream: bool = False
+    structured_outputs: StructuredOutputs | None = None
     model: str = ""
     pin_version: bool = False
 
@@ -134,7 +138,57 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encode = msgspec.json.Encoder().encode
-AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
+_event = msgspec.json.Decoder(Completion).decode
+T = TypeVar("T")
+Arrived: TypeAlias = Callable[[int, Generation], None]
+"""Gets the index of an answer and its next part, perhaps without tokens."""
+
+
+@dataclass(slots=True)
+class _PartReader:
+    """A streamed completion, which ``arrived`` gets part by part. It is read once: parts cannot be taken back."""
+
+    arrived: Arrived
+    pinned: AdapterRef | None
+    parts: dict[int, list[Generation]] = field(default_factory=dict)
+
+    async def read(self, response: aiohttp.ClientResponse) -> Completion:
+        rest, model = b"", ""
+        async for data in response.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                if event != b"data: [DONE]":
+                    model = self._take(_event(event.removeprefix(b"data: ")))
+        return Completion(model=model, choices=[_whole(index, parts) for index, parts in self.parts.items()])
+
+    def _take(self, event: Completion) -> str:
+        for choice in event.choices:
+            part = _generation(choice, self.pinned, some=True)
+            self.parts.setdefault(choice.index, []).append(part)
+            self.arrived(choice.index, part)
+        return event.model
+
+
+def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
+    columns = TokenColumns.joined([part.columns for part in parts])
+    top_ids = [row for part in parts for row in part.top_logprobs or ()]
+    return SampledChoice(
+        index=index,
+        finish_reason=parts[-1].finish_reason or None,
+        text="".join(part.text for part in parts),
+        columns=TokenColumns.of(columns.ids, columns.scores, columns.each_version),  # one run for a version
+        logprobs=TokenLogprobs(top_ids=top_ids or None),
+    )
+
+
+_Read: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[T]]
+
+
+def _decoded(kind: type[T]) -> _Read[T]:
+    async def read(response: aiohttp.ClientResponse) -> T:
+        return msgspec.json.decode(await response.read(), type=kind)
+
+    return read
 
 
 class CompletionClient:
@@ -179,11 +233,12 @@ class CompletionClient:
         return ref if self.pins else self.router.newest(ref)
 
     async def complete(
-        self, ref: AdapterRef, request: CompletionRequest, timeout_s: float
+        self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _PartReader | None = None
     ) -> tuple[AdapterRef, list[SampledChoice]]:
         """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
-        body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins)
-        completion = await self._request(ref, "/v1/completions", body, Completion, request.n, timeout_s)
+        body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins, stream=streamed is not None)
+        read = _decoded(Completion) if streamed is None else streamed.read
+        completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(request.n)):
             detail = f"{completion.model}: {len(choices)} answers for {request.n} requested"
@@ -192,14 +247,21 @@ class CompletionClient:
             raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
         return _served_ref(completion, ref, exactly=self.pins), choices
 
-    async def sample(self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float) -> list[Generation]:
-        """``request.n`` sampled answers with per-token logprobs; raises GenerationFault."""
+    async def sample(
+        self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float, arrived: Arrived | None = None
+    ) -> list[Generation]:
+        """``request.n`` sampled answers with per-token logprobs, also to ``arrived`` as they come.
+
+        Raises GenerationFault.
+        """
         request = msgspec.structs.replace(
             request, logprobs=request.logprobs or 0, return_token_ids=True, return_columns=True
         )
-        _, choices = await self.complete(ref, request, timeout_s)
+        pinned = ref if self.pins else None
+        streamed = None if arrived is None else _PartReader(arrived, pinned)
+        _, choices = await self.complete(ref, request, timeout_s, streamed)
         routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
-        return [_generation(choice, ref if self.pins else None, routes, n_prompt) for choice in choices]
+        return [_generation(choice, pinned, routes, n_prompt) for choice in choices]
 
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
@@ -229,16 +291,16 @@ class CompletionClient:
 
     async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]:
         """Content and tool calls of each text, parsed by a server that serves ``ref``; raises GenerationFault."""
-        found = await self._request(ref, "/v1/tool_calls", request, ToolCallsAnswer, 0, timeout_s)
+        found = await self._request(ref, "/v1/tool_calls", request, _decoded(ToolCallsAnswer), 0, timeout_s)
         if len(found.answers) != len(request.texts):
             detail = f"{len(found.answers)} parsed texts for {len(request.texts)}"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
         return found.answers
 
     async def _request(
-        self, ref: AdapterRef, path: str, body: msgspec.Struct, kind: type[AnswerT], sequences: int, timeout_s: float
-    ) -> AnswerT:
-        """One request, and its answer."""
+        self, ref: AdapterRef, path: str, body: msgspec.Struct, read: _Read[T], sequences: int, timeout_s: float
+    ) -> T:
+        """One request, and its answer as ``read`` returns it."""
         server: Server | None = None
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -248,8 +310,7 @@ class CompletionClient:
                         asyncio.timeout_at(deadline) as clock,
                         self.router.lease(ref, sequences, clock, self.home) as server,
                     ):
-                        payload = await self._exchange(server, ref, path, _encode(body))
-                        return msgspec.json.decode(payload, type=kind)
+                        return await self._exchange(server, ref, path, _encode(body), read)
                 except HandedBack:
                     if server is not None:
                         server.leaving = True
@@ -265,22 +326,24 @@ class CompletionClient:
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
         except msgspec.DecodeError as error:
-            detail = f"{server.url if server else ref}: {path} returned no {kind.__name__}: {error}"
+            detail = f"{server.url if server else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes) -> bytes:
-        headers = self._keyed if server.url.startswith("https:") else self._plain
+    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes, read: _Read[T]) -> T:
+        headers, started = self._keyed if server.url.startswith("https:") else self._plain, False
         try:
             async with self._session.post(f"{server.url}{path}", data=body, headers=headers) as response:
+                if response.status == 200:
+                    started = response.content_type == "text/event-stream"
+                    answer = await read(response)
+                    self.router.succeeded(server)
+                    return answer
                 payload = await response.read()
         except aiohttp.ClientError as error:
-            if server.leaving:
+            if server.leaving and not started:
                 raise HandedBack from error
             self.router.failed(server)
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
-        if response.status == 200:
-            self.router.succeeded(server)
-            return payload
         if LEAVING_HEADER in response.headers:
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
@@ -308,11 +371,24 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(
-    choice: SampledChoice, pinned: AdapterRef | None, prompt_routes: bytes = b"", n_prompt: int = 0
+    choice: SampledChoice,
+    pinned: AdapterRef | None,
+    prompt_routes: bytes = b"",
+    n_prompt: int = 0,
+    *,
+    some: bool = False,
 ) -> Generation:
-    """Tokens carry the version that the server reports (contract C2), and where it returns them their routes."""
-    columns = choice.columns or _columns(choice, pinned)
-    if columns.runs[:, 0].min() < 0 or not (abs(columns.scores) < float("inf")).all():
+    """Tokens carry the version that the server reports (contract C2), and where it returns them their routes.
+
+    With ``some`` there may be no tokens.
+    """
+    if some and not choice.columns and not choice.token_ids:
+        columns = TokenColumns.unsampled([])
+    else:
+        columns = choice.columns or _columns(choice, pinned)
+    if not some and not len(columns):
+        raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has no tokens")
+    if columns.runs[:, 0].min(initial=0) < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
     if len(prompt_routes) * len(columns) != len(columns.routes) * n_prompt:

@@ -15,6 +15,7 @@ Tokens are never made from text again once they exist: what the model sampled is
 """
 
 import asyncio
+import itertools
 import math
 import statistics
 from collections.abc import Coroutine, Iterable, Sequence
@@ -24,7 +25,14 @@ from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
-from areal_lora.rollout.completion_client import CompletionClient, CompletionRequest, FaultKind, GenerationFault
+from areal_lora.network.http_server import StructuredOutputs
+from areal_lora.rollout.completion_client import (
+    Arrived,
+    CompletionClient,
+    CompletionRequest,
+    FaultKind,
+    GenerationFault,
+)
 from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
@@ -50,6 +58,11 @@ class PackedTurns:
     def token_ids(self) -> list[int]:
         ids: list[int] = self.columns.ids.tolist()
         return ids
+
+    def starts(self, token_ids: bytes) -> bool:
+        """Whether ``token_ids`` [T] int32 start with all of these."""
+        ends = itertools.accumulate((len(part.token_ids) for part in self.parts), initial=0)
+        return all(token_ids.startswith(part.token_ids, at) for part, at in zip(self.parts, ends, strict=False))
 
     def given(self, token_ids: Sequence[int]) -> None:
         """Append what the model did not sample: the prompt, or a reply."""
@@ -86,7 +99,7 @@ def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Ge
     It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
     """
     given = TokenColumns.unsampled(prompt_ids).token_ids
-    conversation = max((c for c in conversations if given.startswith(c.columns.token_ids)), key=len, default=None)
+    conversation = max((c for c in conversations if c.starts(given)), key=len, default=None)
     if conversation is None:
         conversation = PackedTurns()
         conversations.append(conversation)
@@ -147,6 +160,8 @@ class WorkflowContext:
         n: int = 1,
         stop: list[str] | None = None,
         top_logprobs: int = 0,
+        schema: dict[str, Any] | None = None,
+        arrived: Arrived | None = None,
     ) -> list[Generation]:
         """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
 
@@ -167,8 +182,9 @@ class WorkflowContext:
             min_p=self.sampling.min_p,
             min_tokens=self.sampling.min_tokens,
             logprobs=top_logprobs,
+            structured_outputs=None if schema is None else StructuredOutputs(json=schema),
         )
-        return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s)
+        return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s, arrived=arrived)
 
     def item(self, sample: Sample, answer: Generation) -> ScoreItem:
         """What the reward gets of one answer to ``sample``."""

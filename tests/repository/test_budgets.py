@@ -36,7 +36,7 @@ LINES = {
     "families": 1430,  # FLOPs of passes
     "launcher": 4681,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
-    "network": 879,  # listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
+    "network": 885,  # listening, certified_context, for service and gateway; types of /v1/tool_calls and schemas, once
     "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches

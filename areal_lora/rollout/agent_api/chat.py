@@ -6,69 +6,20 @@ requests, from answers to bodies and events.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 from areal_lora.types import Generation
 
 T = TypeVar("T", bound=msgspec.Struct)
-Spell: TypeAlias = Callable[[int], str]  # the text of one token
-MAX_N = 128
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 ROLES = {"developer": "system", "function": "tool"}
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of the model. ``arguments`` is JSON, if the model wrote JSON."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def values(self) -> Any:
-        """The arguments as chat templates take them: decoded; the text itself where it is no JSON."""
-        try:
-            return json.loads(self.arguments)
-        except ValueError:
-            return self.arguments
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message. ``call_id`` is that of the call that a tool's message answers."""
-
-    role: str
-    content: str = ""
-    name: str = ""
-    calls: tuple[Call, ...] = ()
-    call_id: str = ""
-
-    def for_template(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.name:
-            message["name"] = self.name
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.values()}}
-                for c in self.calls
-            ]
-        if self.call_id:
-            message["tool_call_id"] = self.call_id
-        return message
-
-    def same(self, other: Turn) -> bool:
-        """Whether both are equal: ids of calls, and spaces in their arguments, do not count."""
-        return self._compared() == other._compared()
-
-    def _compared(self) -> tuple[Any, ...]:
-        return self.role, self.content, self.name, [(c.name, c.values()) for c in self.calls], self.call_id
 
 
 class _Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +76,7 @@ def plain(content: Any, at: str) -> str:
 def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function tools in the chat format, which templates and parsers take; also from the format of responses.
 
-    `strict` is dropped: nothing forces the model to a schema. Raises AgentRequestError for tools of other types.
+    `strict` is dropped: only `tool_choice` forces calls. Raises AgentRequestError for tools of other types.
     """
     converted = []
     for i, tool in enumerate(tools or ()):
@@ -141,60 +92,6 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     return converted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRequest:
-    """``turns`` of a chat, or else a ``prompt``. ``tools`` are those that the prompt names, in the chat format."""
-
-    model: str
-    turns: tuple[Turn, ...] | None = None
-    prompt: str | list[int] = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    parallel_calls: bool = True
-    n: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    top_logprobs: int | None = None  # None: no log-probabilities
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n <= MAX_N:
-            raise refuse("n", f"n is 1 to {MAX_N}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise refuse("max_tokens", "at least 1")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-            raise refuse("top_logprobs", f"0 to {MAX_TOP_LOGPROBS}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledReply:
-    """One answer: what was sampled, and the message that the agent gets."""
-
-    sampled: Generation
-    turn: Turn
-
-    @property
-    def finish_reason(self) -> str:
-        return "tool_calls" if self.turn.calls else self.sampled.finish_reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletedRequest:
-    """``number`` counts the session's requests."""
-
-    number: int
-    request: SamplingRequest
-    prompt_ids: list[int]
-    replies: list[SampledReply]
-
-    @property
-    def n_out(self) -> int:
-        return sum(len(reply.sampled.columns) for reply in self.replies)
-
-    def usage(self) -> dict[str, int]:
-        n = len(self.prompt_ids)
-        return {"prompt_tokens": n, "completion_tokens": self.n_out, "total_tokens": n + self.n_out}
-
-
 def converted(body: dict[str, Any], kind: type[T]) -> T:
     """The fields that ``kind`` has. Raises AgentRequestError for values of other types."""
     try:
@@ -205,15 +102,6 @@ def converted(body: dict[str, Any], kind: type[T]) -> T:
 
 def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def sse(events: Sequence[dict[str, Any]], *, named: bool = False) -> bytes:
-    """Server-sent events; ``named`` ones start with their type and have no end mark of their own."""
-    lines = []
-    for event in events:
-        name = b"event: " + event["type"].encode() + b"\n" if named else b""
-        lines.append(name + b"data: " + msgspec.json.encode(event) + b"\n\n")
-    return b"".join(lines) + (b"" if named else b"data: [DONE]\n\n")
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):
@@ -228,6 +116,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    response_format: Any = None
 
 
 class ChatRequest(_Body, frozen=True, kw_only=True):
@@ -257,6 +146,8 @@ def parse_chat(body: dict[str, Any]) -> SamplingRequest:
         model=request.model,
         turns=tuple(message.turn(f"messages[{i}]") for i, message in enumerate(request.messages)),
         tools=chat_tools(request.tools) if request.tool_choice != "none" else [],
+        tool_choice=request.tool_choice,
+        response_format=request.response_format,
         parallel_calls=request.parallel_tool_calls is not False,
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens if limit is None else limit,
@@ -272,6 +163,7 @@ def parse_text(body: dict[str, Any]) -> SamplingRequest:
     return SamplingRequest(
         model=request.model,
         prompt=_one_prompt(request.prompt),
+        response_format=request.response_format,
         n=1 if request.n is None else request.n,
         max_tokens=request.max_tokens,
         stop=stops(request.stop),
@@ -292,26 +184,40 @@ def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
     return texts[0] if texts else ids
 
 
-def reply_body(answered: CompletedRequest, model: str, spell: Spell) -> dict[str, Any]:
+def reply_body(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    choices = [_choice(i, reply, answered.request, spell) for i, reply in enumerate(answered.replies)]
+    choices = [_choice(i, answered, spell) for i in range(len(answered.replies))]
     return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
 
 
-def reply_events(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
-    """The chunks of a streamed answer."""
+async def reply_events(
+    stream: ReplyStream, model: str, body: dict[str, Any], spell: Spell
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer: text as it comes, calls at the end."""
     options = body.get("stream_options")
     with_usage = isinstance(options, dict) and options.get("include_usage") is True
-    head = _head(answered, model, ".chunk") | ({"usage": None} if with_usage else {})
-    request = answered.request
-    chunks = []
+    head = _head(stream.started, model, ".chunk") | ({"usage": None} if with_usage else {})
+    request, roles = stream.started.request, set[int]()
+
+    def chunk(index: int, **part: Any) -> dict[str, Any]:
+        return head | {"choices": [{"index": index, "logprobs": None, "finish_reason": None} | part]}
+
+    async for part in stream.parts():
+        logprobs = _logprobs(part.sampled, request, spell) if part.sampled else None
+        if request.turns is not None and part.index not in roles:
+            roles.add(part.index)
+            yield chunk(part.index, delta={"role": "assistant", "content": ""})
+        if part.text or logprobs is not None:
+            text = {"text": part.text} if request.turns is None else {"delta": {"content": part.text}}
+            yield chunk(part.index, **text, logprobs=logprobs)
+    answered = await stream.whole
     for i, reply in enumerate(answered.replies):
-        whole = request.turns is None
-        parts = [_choice(i, reply, request, spell)] if whole else _deltas(reply, request, spell)
-        for part in parts:
-            choice = {"index": i, "logprobs": None, "finish_reason": None} | part
-            chunks.append(head | {"choices": [choice]})
-    return [*chunks, head | {"choices": [], "usage": answered.usage()}] if with_usage else chunks
+        for k, call in enumerate(_calls(reply.turn)):
+            yield chunk(i, delta={"tool_calls": [{"index": k} | call]})
+        rest: dict[str, Any] = {"text": ""} if request.turns is None else {"delta": {}}
+        yield chunk(i, **rest, finish_reason=reply.finish_reason)
+    if with_usage:
+        yield head | {"choices": [], "usage": answered.usage()}
 
 
 def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]:
@@ -324,7 +230,8 @@ def _head(answered: CompletedRequest, model: str, suffix: str) -> dict[str, Any]
     }
 
 
-def _choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Spell) -> dict[str, Any]:
+def _choice(index: int, answered: CompletedRequest, spell: Spell) -> dict[str, Any]:
+    request, reply = answered.request, answered.replies[index]
     content = reply.turn.content
     choice = {
         "index": index,
@@ -334,25 +241,15 @@ def _choice(index: int, reply: SampledReply, request: SamplingRequest, spell: Sp
     if request.turns is None:
         return choice | {"text": content}
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls := _calls(reply):
+    if calls := _calls(reply.turn):
         message |= {"tool_calls": calls, "content": content or None}
     return choice | {"message": message}
 
 
-def _deltas(reply: SampledReply, request: SamplingRequest, spell: Spell) -> Iterator[dict[str, Any]]:
-    yield {"delta": {"role": "assistant", "content": ""}}
-    logprobs = _logprobs(reply.sampled, request, spell)
-    if reply.turn.content or logprobs is not None:
-        yield {"delta": {"content": reply.turn.content}, "logprobs": logprobs}
-    for k, call in enumerate(_calls(reply)):
-        yield {"delta": {"tool_calls": [{"index": k} | call]}}
-    yield {"delta": {}, "finish_reason": reply.finish_reason}
-
-
-def _calls(reply: SampledReply) -> list[dict[str, Any]]:
+def _calls(turn: Turn) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.turn.calls
+        for call in turn.calls
     ]
 
 

@@ -10,10 +10,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.errors import RolloutError
 
 _POLICY = "it would change the policy that is sampled and trained; leave it out"
-_GRAMMAR = (
-    "a grammar chooses tokens in place of the policy, and the log-probabilities would be those under the grammar; "
-    "check the format in the reward"
-)
+_GRAMMAR = "the endpoint has JSON schemas only; give response_format"
 _TEMPLATE = "the run's configuration has the template's arguments (task.format); leave it out"
 _ABSENT = "the endpoint does not have it; leave it out"
 _TOOLS = "it is deprecated; use tools and tool_choice"
@@ -22,8 +19,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"), _POLICY),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "prediction"), _POLICY),
     **dict.fromkeys(("best_of", "use_beam_search", "ignore_eos", "stop_token_ids"), _POLICY),
-    **dict.fromkeys(("response_format", "structured_outputs"), _GRAMMAR),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "documents"), _TEMPLATE),
     **dict.fromkeys(("functions", "function_call"), _TOOLS),
     **dict.fromkeys(("audio", "web_search_options", "echo", "suffix", "background", "conversation"), _ABSENT),
@@ -33,7 +29,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "function_call": ("none",),
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
@@ -65,16 +60,14 @@ def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> No
             raise refuse(name, reason)
     if body.get("modalities") not in (None, ["text"]):
         raise refuse("modalities", _ABSENT)
-    choice = body.get("tool_choice")
-    if choice is not None and choice not in ("auto", "none"):
-        raise refuse("tool_choice", f"only auto and none: a forced call is not the policy's choice. {_GRAMMAR}")
-    text = body.get("text")
-    kind = text.get("format") if isinstance(text, dict) else None
-    if kind and kind != {"type": "text"}:
-        raise refuse("text.format", _GRAMMAR)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error body."""
     kind = _STATUS.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def anthropic_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _STATUS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

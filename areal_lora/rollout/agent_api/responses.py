@@ -1,13 +1,15 @@
 """``POST /v1/responses``, for the OpenAI Agents SDK: from items to turns, from an answer to items and events."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from areal_lora.rollout.agent_api import chat
 from areal_lora.rollout.agent_api.refusals import refuse
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -24,61 +26,62 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     prompt: Any = None
+    text: dict[str, Any] | None = None
 
 
-def parse_response(body: dict[str, Any], earlier: Mapping[str, tuple[chat.Turn, ...]]) -> chat.SamplingRequest:
-    """``earlier`` has the turns up to and with each response of the session. Raises AgentRequestError."""
+def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | None]) -> SamplingRequest:
+    """``earlier`` returns the turns up to and with a response of the session. Raises AgentRequestError."""
     request = chat.converted(body, ResponsesRequest)
-    before: tuple[chat.Turn, ...] = ()
+    before: tuple[Turn, ...] = ()
     if request.prompt:
         raise refuse("prompt", "there are no stored prompts here; give instructions and input")
     if request.previous_response_id is not None:
-        if request.previous_response_id not in earlier:
+        if (found := earlier(request.previous_response_id)) is None:
             raise refuse("previous_response_id", f"this key has no response {request.previous_response_id!r}")
-        before = earlier[request.previous_response_id]
-    system = (chat.Turn(role="system", content=request.instructions),) if request.instructions else ()
+        before = tuple(turn for turn in found if turn.role != "system")
+    system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
-    return chat.SamplingRequest(
+    return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
         tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
+        tool_choice=request.tool_choice,
+        response_format=(request.text or {}).get("format"),
         parallel_calls=request.parallel_tool_calls is not False,
         max_tokens=request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wanted else None,
     )
 
 
-def _turns(items: str | list[dict[str, Any]]) -> Iterator[chat.Turn]:
+def _turns(items: str | list[dict[str, Any]]) -> Iterator[Turn]:
     if isinstance(items, str):
-        yield chat.Turn(role="user", content=items)
+        yield Turn(role="user", content=items)
         return
     for i, item in enumerate(items):
         at = f"input[{i}]"
         match item.get("type", "message"):
             case "message":
                 role = str(item.get("role", "user"))
-                yield chat.Turn(
-                    role=chat.ROLES.get(role, role), content=chat.plain(item.get("content"), f"{at}.content")
-                )
+                yield Turn(role=chat.ROLES.get(role, role), content=chat.plain(item.get("content"), f"{at}.content"))
             case "function_call":
-                call = chat.Call(
+                call = Call(
                     id=str(item.get("call_id", "")),
                     name=str(item.get("name", "")),
                     arguments=str(item.get("arguments", "{}")),
                 )
-                yield chat.Turn(role="assistant", calls=(call,))
+                yield Turn(role="assistant", calls=(call,))
             case "function_call_output":
                 content = chat.plain(item.get("output"), f"{at}.output")
-                yield chat.Turn(role="tool", content=content, call_id=str(item.get("call_id", "")))
+                yield Turn(role="tool", content=content, call_id=str(item.get("call_id", "")))
             case "reasoning":
                 pass  # this endpoint makes none
             case kind:
                 raise refuse(at, f"an item of type {kind}; there are messages and function calls here")
 
 
-def merged(turns: list[chat.Turn]) -> tuple[chat.Turn, ...]:
+def merged(turns: list[Turn]) -> tuple[Turn, ...]:
     """An assistant's message and the calls that follow it are one turn, as in a chat."""
-    whole: list[chat.Turn] = []
+    whole: list[Turn] = []
     for turn in turns:
         last = whole[-1] if whole else None
         if turn.calls and last is not None and last.role == "assistant":
@@ -88,12 +91,10 @@ def merged(turns: list[chat.Turn]) -> tuple[chat.Turn, ...]:
     return tuple(whole)
 
 
-def response_body(
-    answered: chat.CompletedRequest, model: str, body: Mapping[str, Any], spell: Callable[[int], str]
-) -> dict[str, Any]:
+def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """The response object. An answer that is cut off by its length is `incomplete`, as with OpenAI."""
-    reply = answered.replies[0]
-    cut = reply.sampled.finish_reason == "length"
+    cut = any(reply.sampled.finish_reason == "length" for reply in answered.replies)
+    status = "incomplete" if cut else "completed" if answered.replies else "in_progress"
     n = len(answered.prompt_ids)
     usage = {
         "input_tokens": n,
@@ -106,7 +107,7 @@ def response_body(
         "id": f"resp_{answered.number}",
         "object": "response",
         "created_at": time.time(),
-        "status": "incomplete" if cut else "completed",
+        "status": status,
         "background": False,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -114,22 +115,22 @@ def response_body(
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
         "model": model,
-        "output": _items(answered, "incomplete" if cut else "completed", spell),
+        "output": _items(answered, status, spell) if answered.replies else [],
         "parallel_tool_calls": answered.request.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": body.get("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": body.get("top_p"),
         "truncation": "disabled",
-        "usage": usage,
+        "usage": usage if answered.replies else None,
     }
 
 
-def _items(answered: chat.CompletedRequest, status: str, spell: Callable[[int], str]) -> list[dict[str, Any]]:
+def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:
@@ -153,35 +154,45 @@ def _items(answered: chat.CompletedRequest, status: str, spell: Callable[[int], 
     return items
 
 
-def response_events(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a streamed response, which has been sampled to its end."""
-    started = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[dict[str, Any]] = [
-        {"type": "response.created", "response": started},
-        {"type": "response.in_progress", "response": started},
-    ]
+async def response_events(
+    stream: ReplyStream, model: str, body: dict[str, Any], spell: Spell
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed response: text as it comes, calls at the end."""
+    numbers, wanted = itertools.count(), stream.started.request.top_logprobs
+
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", **fields, "sequence_number": next(numbers)}
+
+    started = response_body(stream.started, model, body, spell)
+    yield event("created", response=started)
+    yield event("in_progress", response=started)
+    empty: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    message = {"id": f"msg_{stream.started.number}", "type": "message", "role": "assistant", "content": []}
+    place = {"output_index": 0, "item_id": message["id"], "content_index": 0}
+    texts = list[str]()
+    async for part in stream.parts():
+        if not part.text:
+            continue
+        if not texts:
+            yield event("output_item.added", output_index=0, item=message | {"status": "in_progress"})
+            yield event("content_part.added", part=empty, **place)
+        texts.append(part.text)
+        rows = [] if wanted is None or part.sampled is None else chat.token_logprobs(part.sampled, wanted, spell)
+        yield event("output_text.delta", delta=part.text, logprobs=rows, **place)
+    whole = response_body(await stream.whole, model, body, spell)
     for index, item in enumerate(whole["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
-            part = item["content"][0]
-            empty: dict[str, Any] = {"content": []}
-            at["content_index"] = 0
-            text, logprobs = part["text"], part["logprobs"]
-            body = [
-                {"type": "response.content_part.added", "part": part | {"text": "", "logprobs": []}},
-                {"type": "response.output_text.delta", "delta": text, "logprobs": logprobs},
-                {"type": "response.output_text.done", "text": text, "logprobs": logprobs},
-                {"type": "response.content_part.done", "part": part},
-            ]
+            (content,) = item["content"]
+            if not texts:
+                yield event("output_item.added", output_index=index, item=message | {"status": "in_progress"})
+                yield event("content_part.added", part=empty, **place)
+            yield event("output_text.done", text=content["text"], logprobs=content["logprobs"], **place)
+            yield event("content_part.done", part=content, **place)
         else:
-            name, arguments, empty = item["name"], item["arguments"], {"arguments": ""}
-            body = [
-                {"type": "response.function_call_arguments.delta", "delta": arguments},
-                {"type": "response.function_call_arguments.done", "name": name, "arguments": arguments},
-            ]
-        added = item | empty | {"status": "in_progress"}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": added})
-        events += [event | at for event in body]
-        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
-    events.append({"type": f"response.{whole['status']}", "response": whole})
-    return [event | {"sequence_number": i} for i, event in enumerate(events)]
+            at, arguments = {"output_index": index, "item_id": item["id"]}, item["arguments"]
+            added = item | {"arguments": "", "status": "in_progress"}
+            yield event("output_item.added", output_index=index, item=added)
+            yield event("function_call_arguments.delta", delta=arguments, **at)
+            yield event("function_call_arguments.done", name=item["name"], arguments=arguments, **at)
+        yield event("output_item.done", output_index=index, item=item)
+    yield event(whole["status"], response=whole)

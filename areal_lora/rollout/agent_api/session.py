@@ -1,136 +1,58 @@
-"""One run of an agent: its requests, the tokens of their prompts, and the key that they come with.
-
-What was sampled is never tokenized again. Where messages start with those of an earlier request and its answer, the
-prompt starts with the earlier prompt's tokens and the sampled ones. Only what the chat template writes after them is
-new::
-
-    earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
-
-An answer counts as given back if its content and calls are those that the agent got. What the template would write for
-it may differ (spaces in the arguments of a call): the sampled tokens stay.
-"""
+"""One run of an agent: its requests, what was sampled for them, and the key that they come with."""
 
 import asyncio
 import contextlib
 import hashlib
+import json
+import re
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from areal_lora.data.prompts import Formatter, Prompt
-from areal_lora.errors import ConfigError
-from areal_lora.network.http_server import ToolCallsBody
-from areal_lora.rollout.agent_api.chat import Call, CompletedRequest, SampledReply, SamplingRequest, Turn
+from areal_lora.data.prompts import Prompt
+from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
+from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
+from areal_lora.types import AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
 CALL_ID_LETTERS = 9  # as Mistral's templates require
-_ANSWER = "areal answer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownTurns:
-    """The turns up to an answer and with it, and all their tokens; ``spelt`` is the answer's text as it was sampled,
-    with the end of sequence and without.
-    """
-
-    turns: tuple[Turn, ...]
-    tools: list[dict[str, Any]]
-    token_ids: list[int]
-    spelt: tuple[str, str]
-
-    def starts(self, request: SamplingRequest) -> bool:
-        assert request.turns is not None
-        given = request.turns[: len(self.turns)]
-        return (
-            self.tools == request.tools
-            and len(given) == len(self.turns)
-            and all(mine.same(theirs) for mine, theirs in zip(self.turns, given, strict=True))
-        )
+_CALL_MARK = re.compile(r"[<{\[`]")
+"""How calls start in the formats of vLLM's parsers, where no special token marks them."""
 
 
 @dataclass(slots=True)
-class Prompts:
-    """The prompts of one session."""
+class _HeldText:
+    """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end."""
 
-    formatter: Formatter
-    _known: list[KnownTurns] = field(default_factory=list)
-    _texts: dict[str, list[int]] = field(default_factory=dict)  # of plain prompts and their answers
+    decode: Callable[..., str]
+    tools: bool
+    text: str = ""
+    _held: str = ""
+    _closed: bool = False
 
-    def token_ids(self, request: SamplingRequest) -> list[int]:
-        """Tokens [P] of the request's prompt. Raises AgentRequestError."""
-        if request.turns is not None:
-            return self._of_turns(request, request.turns)
-        if isinstance(request.prompt, list):
-            return request.prompt
-        known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
-        rest = self.formatter.tokenizer.encode(request.prompt[len(known) :], add_special_tokens=not known)
-        return self._texts.get(known, []) + rest
-
-    def continued(self, request: SamplingRequest) -> int:
-        """How many of the request's turns are those of an earlier request and its answer."""
-        known = self._longest(request)
-        return len(known.turns) if known is not None else 0
-
-    def answered(self, request: SamplingRequest, prompt_ids: list[int], reply: SampledReply) -> None:
-        """Keep the tokens of an answer for requests that continue it."""
-        sampled, decode = reply.sampled.token_ids, self.formatter.tokenizer.decode
-        ids, raw = prompt_ids + sampled, decode(sampled, skip_special_tokens=False)
-        if request.turns is not None:
-            spelt = raw, decode(sampled[:-1], skip_special_tokens=False)
-            self._known.append(
-                KnownTurns(turns=(*request.turns, reply.turn), tools=request.tools, token_ids=ids, spelt=spelt)
-            )
-        elif isinstance(request.prompt, str):
-            self._texts[request.prompt + raw] = ids
-
-    def _longest(self, request: SamplingRequest) -> KnownTurns | None:
-        fitting = (known for known in self._known if request.turns is not None and known.starts(request))
-        return max(fitting, key=lambda known: len(known.turns), default=None)
-
-    def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> list[int]:
-        if not self.formatter.tokenizer.chat_template:
-            raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
-        text = self._text(turns, request.tools, last=True)
-        if request.tools and text == self._text(turns, [], last=True):
-            raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
-        known = self._longest(request)
-        if known is not None and (after := self._after(known, text)) is not None:
-            rest = self.formatter.tokenizer.encode(after, add_special_tokens=False)
-            return known.token_ids + self.formatter.without_end(rest, known.token_ids)
-        # A template writes special tokens itself.
-        return self.formatter.tokenizer.encode(text, add_special_tokens=False)
-
-    def _after(self, known: KnownTurns, text: str) -> str | None:
-        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now.
-
-        It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
-        template writes that, else after any answer.
-        """
-        head = self._text(known.turns, known.tools, last=False)
-        before = self._text(known.turns[:-1], known.tools, last=True)
-        if not text.startswith(head) or not head.startswith(before):
-            return None
-        for spelt in known.spelt:
-            if head.startswith(before + spelt):
-                return text[len(before + spelt) :]
-        marked = (*known.turns[:-1], Turn(role="assistant", content=_ANSWER))
-        _, found, end = self._text(marked, known.tools, last=False).rpartition(_ANSWER)
-        return end + text[len(head) :] if found and head.endswith(end) else None
-
-    def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
-        try:
-            return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
-        except ConfigError as error:
-            raise AgentRequestError(400, error.reason, "messages") from None
+    def next(self, part: Generation) -> str:
+        if not self.tools:
+            self.text += part.text
+            return part.text
+        self._held += part.text
+        ids = part.token_ids  # special tokens mark calls, too, and are not in the text
+        self._closed |= self.decode(ids, skip_special_tokens=True) != self.decode(ids, skip_special_tokens=False)
+        if self._closed:
+            return ""
+        found = _CALL_MARK.search(self._held)
+        self._closed = found is not None
+        ready = self._held[: found.start() if found else None].rstrip()  # parsers drop spaces before a call
+        self.text, self._held = self.text + ready, self._held[len(ready) :]
+        return ready
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,8 +81,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
 
-    ``responses`` has by the id of a response the turns up to its first answer and with it, without the instructions;
-    ``turns`` by the number of a conversation those up to its last answer.
+    ``responses`` has by the id of a response the turns up to its first answer and with it, ``turns`` by the number of
+    a conversation those up to its last answer.
     """
 
     context: WorkflowContext
@@ -169,8 +91,8 @@ class Session:
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
-    responses: dict[str, tuple[Turn, ...]] = field(default_factory=dict)
-    turns: dict[int, tuple[Turn, ...]] = field(default_factory=dict)
+    responses: dict[str, KnownTurns] = field(default_factory=dict)
+    turns: dict[int, KnownTurns] = field(default_factory=dict)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     n_requests: int = 0
@@ -180,48 +102,78 @@ class Session:
     def __post_init__(self) -> None:
         self.prompts = Prompts(self.context.formatter)
 
-    async def answer(self, request: SamplingRequest) -> CompletedRequest:
-        """Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer."""
+    def prompt(self, request: SamplingRequest) -> WrittenPrompt:
+        """Raises AgentRequestError for what cannot be sampled."""
         if request.model != self.ref.name:
             raise AgentRequestError(
                 404, f"there is no model {request.model!r} for this key, only {self.ref.name!r}", "model"
             )
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
-        prompt_ids = self.prompts.token_ids(request)
-        if not 0 < len(prompt_ids) < self.context.max_model_len:
-            raise AgentRequestError(
-                400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit"
-            )
+        prompt = self.prompts.of(request)
+        if not 0 < (n := len(prompt.token_ids)) < self.context.max_model_len:
+            raise AgentRequestError(400, f"{n} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
+        return prompt
+
+    async def answer(
+        self, request: SamplingRequest, heard: Callable[[CompletedRequest, ReplyPart], None] | None = None
+    ) -> CompletedRequest:
+        """With ``heard`` the server streams: the same tokens, in parts. What is recorded does not depend on it.
+
+        Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
+        """
+        prompt = self.prompt(request)
         self.n_requests += 1
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
+        started = CompletedRequest(number=number, request=request, prompt_ids=prompt.token_ids, replies=[])
+        shown = [_HeldText(self.context.tokenizer.decode, bool(request.tools)) for _ in range(request.n)]
+
+        def arrived(index: int, part: Generation) -> None:
+            assert heard is not None
+            heard(started, ReplyPart(index=index, text=shown[index].next(part), sampled=part))
+
         try:
             sampled = await self.context.answer(
                 self.ref,
-                prompt_ids,
+                prompt.token_ids,
                 n=request.n,
                 max_tokens=request.max_tokens,
                 stop=list(request.stop),
                 seed=seed,
                 timeout_s=2 * self.context.sampling.timeout_s,
                 top_logprobs=request.top_logprobs or 0,
+                schema=request.grammar,
+                arrived=None if heard is None else arrived,
             )
-            replies = await self._replies(request, number, sampled)
+            replies = await self._replies(request, number, sampled, [each.text for each in shown])
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
                 raise AgentRequestError(400, fault.detail) from None
             raise
-        known, answers = self.prompts.continued(request), list[AnswerRecord]()
+        for index, (reply, given) in enumerate(zip(replies, shown, strict=True) if heard else ()):
+            if heard is not None and (rest := reply.turn.content[len(given.text) :]):
+                heard(started, ReplyPart(index=index, text=rest))
+        self._record(request, prompt, number, replies)
+        return replace(started, replies=replies)
+
+    def _record(
+        self, request: SamplingRequest, prompt: WrittenPrompt, number: int, replies: Sequence[SampledReply]
+    ) -> None:
+        answers = list[AnswerRecord]()
         for reply in replies:
-            conversation = join(self.conversations, prompt_ids, reply.sampled)
+            recorded = reply.sampled
+            if request.grammar is not None and not self.context.evaluating:
+                recorded = replace(recorded, columns=TokenColumns.unsampled(recorded.token_ids))
+            conversation = join(self.conversations, prompt.token_ids, recorded)
             end = len(conversation)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
             start, how = end - len(reply.sampled.columns), reply.finish_reason
             answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
-            self.prompts.answered(request, prompt_ids, reply)
-            if request.turns is not None:
-                self.turns[at] = (*request.turns, reply.turn)
+            if (turns := self.prompts.answered(request, prompt, reply, conversation)) is not None:
+                self.turns[at] = turns
+                self.responses.setdefault(f"resp_{number}", turns)
+        known = prompt.known.n if prompt.known else 0
         record = RequestRecord(
             known=known,
             turns=list((request.turns or ())[known:]),
@@ -230,43 +182,50 @@ class Session:
             prompt=request.prompt if request.turns is None else None,
         )
         self.records.append(record)
-        if request.turns is not None:
-            given = (turn for turn in request.turns if turn.role != "system")
-            self.responses[f"resp_{number}"] = (*given, replies[0].turn)
         self.last = replies[-1].sampled
-        return CompletedRequest(number=number, request=request, prompt_ids=prompt_ids, replies=replies)
 
     async def _replies(
-        self, request: SamplingRequest, number: int, sampled: Sequence[Generation]
+        self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str]
     ) -> list[SampledReply]:
-        if not request.tools or self.tool_parser is None:
-            return [SampledReply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
         texts = [self._spoken(one, request.stop) for one in sampled]
-        parsed = await self.context.client.tool_calls(
-            self.context.client.newest(self.ref),
-            ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=texts),
-            timeout_s=2 * self.context.sampling.timeout_s,
-        )
+        parsed: Sequence[ParsedText | None] = [None] * len(sampled)
+        if request.forced:
+            parsed = [_forced(one.text) for one in sampled]
+        elif request.tools and self.tool_parser is not None:
+            parsed = await self.context.client.tool_calls(
+                self.context.client.newest(self.ref),
+                ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[text for text, _ in texts]),
+                timeout_s=2 * self.context.sampling.timeout_s,
+            )
         replies = []
-        for i, (one, found) in enumerate(zip(sampled, parsed, strict=True)):
+        for i, (one, (_, stop), given, found) in enumerate(zip(sampled, texts, shown, parsed, strict=True)):
+            parsed_calls = found.calls if found is not None else []
             calls = tuple(
                 Call(id=call_id(self.seed, number, i, k), name=call.name, arguments=call.arguments)
-                for k, call in enumerate(found.calls if request.parallel_calls else found.calls[:1])
+                for k, call in enumerate(parsed_calls if request.parallel_calls else parsed_calls[:1])
             )
-            content = found.content if calls else one.text
-            replies.append(SampledReply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
+            content = found.content if found is not None and calls else one.text
+            turn = Turn(role="assistant", content=content if content.startswith(given) else given, calls=calls)
+            replies.append(SampledReply(sampled=one, turn=turn, stopped_by=stop if stop in request.stop else None))
         return replies
 
-    def _spoken(self, sampled: Generation, stop: Sequence[str]) -> str:
-        """The answer's text with special tokens, which may mark calls, but without the end of sequence or stop text."""
+    def _spoken(self, sampled: Generation, stop: Sequence[str]) -> tuple[str, str | None]:
+        """The answer's text with special tokens, which may mark calls, but without the end of sequence or stop text;
+        and the stop text.
+        """
         ids, tokenizer = sampled.token_ids, self.context.tokenizer
         if sampled.finish_reason == "stop" and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
             ids = ids[:-1]
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if sampled.finish_reason != "stop":
-            return text
-        found = [at for s in (*stop, *self.context.sampling.stop) if (at := text.find(s)) >= 0]
-        return text[: min(found)] if found else text
+            return text, None
+        found = [(at, s) for s in (*stop, *self.context.sampling.stop) if (at := text.find(s)) >= 0]
+        return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
+
+    def earlier(self, response_id: str) -> list[Turn] | None:
+        """The turns up to and with a response."""
+        known = self.responses.get(response_id)
+        return None if known is None else known.turns()
 
     def spell(self, token: int) -> str:
         return self.context.tokenizer.decode([token], skip_special_tokens=False)
@@ -282,7 +241,8 @@ class Session:
 
     def turns_of(self, conversation: int) -> str:
         """The messages of a conversation as JSON, the first `TURNS_BYTES`; empty for prompts that are plain text."""
-        turns, kept, left = self.turns.get(conversation, ()), list[bytes](), TURNS_BYTES
+        known, kept, left = self.turns.get(conversation), list[bytes](), TURNS_BYTES
+        turns = known.turns() if known is not None else []
         for turn in turns:
             cut = f"{turn.content[:TURN_LETTERS]} [{len(turn.content)} letters]"
             shown = turn if len(turn.content) <= TURN_LETTERS else msgspec.structs.replace(turn, content=cut)
@@ -302,9 +262,13 @@ class Session:
     def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
         """All with the sample's one score."""
         return [
-            packed.trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
-            for i, packed in enumerate(self.conversations)
+            self.conversations[i].trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
+            for i in self.trained()
         ]
+
+    def trained(self) -> list[int]:
+        """The conversations that have tokens of the policy."""
+        return [i for i, packed in enumerate(self.conversations) if any(part.n_sampled for part in packed.parts)]
 
 
 class Sessions:
@@ -328,6 +292,22 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         return self._open.get(_digest(key))
+
+
+def _forced(text: str) -> ParsedText:
+    """The calls of an answer whose text is a list of them; of one that was cut off there are none."""
+    try:
+        found = msgspec.json.decode(text, type=list[_ForcedCall])
+    except msgspec.DecodeError:
+        return ParsedText(content=text)
+    return ParsedText(
+        content="", calls=[ParsedCall(name=call.name, arguments=json.dumps(call.parameters)) for call in found]
+    )
+
+
+class _ForcedCall(msgspec.Struct, frozen=True):
+    name: str
+    parameters: dict[str, Any]
 
 
 def _digest(key: str) -> bytes:

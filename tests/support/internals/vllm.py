@@ -103,8 +103,10 @@ INTERNALS: tuple[Used, ...] = (
             "prompt_logprobs",
             "output_kind",
             "extra_args",
+            "structured_outputs",
         ),
     ),
+    Used(module="vllm.sampling_params", name="StructuredOutputsParams", members=("json",)),
     Used(module="vllm.sampling_params", name="RequestOutputKind", members=("FINAL_ONLY", "DELTA")),
     Used(module="vllm.lora.request", name="LoRARequest", members=("lora_name", "lora_int_id", "lora_path")),
     Used(

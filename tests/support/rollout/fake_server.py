@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,8 @@ class FakeServer:
 
     ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
     the server use another version than the one asked for. Without ``columns`` it ignores ``return_columns``, as stock
-    vLLM. With ``routes`` its answers have routes of that shape. ``parse`` answers ``POST /v1/tool_calls``.
+    vLLM. With ``routes`` its answers have routes of that shape. ``between_parts(t)`` is awaited before the t-th part of a
+    stream. ``parse`` answers ``POST /v1/tool_calls``.
     """
 
     models: set[str] = field(default_factory=set)
@@ -66,6 +67,7 @@ class FakeServer:
     parse: Callable[[dict[str, Any]], list[dict[str, Any]]] = no_calls
     columns: bool = True
     routes: RouteShape | None = None
+    between_parts: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(0)
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     port: int = 0
@@ -117,7 +119,25 @@ class FakeServer:
         reply = self._reply(body)
         if fault is not None and fault.edit is not None:
             fault.edit(reply)
-        return web.json_response(reply)
+        return await self._streamed(request, reply) if body.get("stream") else web.json_response(reply)
+
+    async def _streamed(self, request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:
+        """One token and one letter an event; the answers' last ones have the rest and the reason."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for choice in reply["choices"]:
+            made = msgspec.convert(choice["columns"], TokenColumns)
+            for t, (token, value, version) in enumerate(zip(made.ids, made.scores, made.each_version, strict=True)):
+                last = t + 1 == len(made)
+                part = choice | {"columns": msgspec.to_builtins(TokenColumns.of([token], [value], [version]))}
+                part["text"] = choice["text"][t:] if last else choice["text"][t : t + 1]
+                part["finish_reason"] = choice["finish_reason"] if last else None
+                if top_ids := choice["logprobs"].get("top_ids"):
+                    part["logprobs"] = {"top_ids": [top_ids[t]]}
+                await self.between_parts(t)
+                await response.write(b"data: " + msgspec.json.encode(reply | {"choices": [part]}) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         model = self.served_as(body["model"])

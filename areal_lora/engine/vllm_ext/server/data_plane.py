@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
@@ -101,12 +101,8 @@ class DataPlane:
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
         n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        if (
-            isinstance(body, CompletionBody)
-            and body.return_columns
-            and (body.logprobs is None or body.echo or body.stream)
-        ):
-            raise BadRequest("return_columns needs logprobs, without echo and stream")
+        if isinstance(body, CompletionBody) and body.return_columns and (body.logprobs is None or body.echo):
+            raise BadRequest("return_columns needs logprobs, without echo")
         only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if not prompts:
@@ -195,7 +191,7 @@ class DataPlane:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
         if body.return_columns:
-            routes = b"" if body.pin_version else self._routes(part, len(prompt) + len(ids))
+            routes = b"" if body.pin_version or body.stream else self._routes(part, len(prompt) + len(ids))
             cut = len(routes) // (len(prompt) + len(ids)) * len(prompt)
             choice.columns = TokenColumns.of(ids, values, part.versions, routes[cut:])
             choice.prompt_routes = None if index % body.n else routes[:cut] or None
@@ -273,6 +269,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "st
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
+    structured = body.structured_outputs if isinstance(body, CompletionBody) else None
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
@@ -280,6 +277,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         logprobs=body.wants_logprobs,
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
+        structured_outputs=None if structured is None else StructuredOutputsParams(json=structured.json),
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

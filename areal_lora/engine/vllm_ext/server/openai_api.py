@@ -6,8 +6,10 @@ version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs 
 the prompt in front of all of them; its first token has the score 0 and no others. With ``max_tokens`` 0 there is the
 prompt alone, which may be as long as the context.
 ``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
-``logprobs.token_logprobs``; needs ``logprobs``, without ``echo`` and ``stream``. With ``behaviour.router_replay`` they
-have routes, and the first choice of a prompt ``prompt_routes``, unless the version is pinned: for evaluations.
+``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``. With ``behaviour.router_replay`` they have routes, and
+the first choice of a prompt ``prompt_routes``, except streams and pinned versions: those of evaluations.
+``structured_outputs``: the text is JSON of a schema. Log-probabilities are those under
+the grammar. The whole answer comes from one version, under any in-flight policy.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
@@ -19,7 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lora.network.http_server import Prompt
+from areal_lora.network.http_server import Prompt, StructuredOutputs
 from areal_lora.types import TokenColumns
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -53,6 +55,7 @@ class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     logprobs: Int | None = None
     echo: bool = False
     return_columns: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def wants_logprobs(self) -> int | None:

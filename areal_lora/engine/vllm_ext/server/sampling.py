@@ -7,7 +7,7 @@ becomes active, the server cuts every sequence and continues it on that version:
 
 The continuation is a new request of the engine, in the place of the first one: the engine reads the tokens so far
 again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
-Requests that are pinned, that score their prompt or that name the base are not cut.
+Requests that are pinned, that score their prompt, that follow a grammar or that name the base are not cut.
 
 Merged rollouts always interrupt: a server has one version (`adapters.Gate`). There the sequences are cut before the new
 version is written, and continue as soon as it is.
@@ -126,7 +126,8 @@ class Sampler:
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
         await self._adapters.gate.opened()
-        with self._adapters.lease(model, pinned=pinned) as lease:
+        newer = self._interrupt and not pinned and params.prompt_logprobs is None
+        with self._adapters.lease(model, pinned=pinned, or_newer=newer) as lease:
             outputs = await all_of(
                 [
                     self._generator.final(ids, params.clone(), lease, self._generator.new_request(lease, arrived_s))
@@ -149,7 +150,8 @@ class Sampler:
                     yield part
             return
         await self._adapters.gate.opened()
-        with self._adapters.lease(model, pinned=pinned) as lease:
+        newer = self._interrupt and not pinned and params.prompt_logprobs is None
+        with self._adapters.lease(model, pinned=pinned, or_newer=newer) as lease:
             request = self._generator.new_request(lease, arrived_s)
             async with aclosing(self._generator.stream(ids, params, lease, request)) as outputs:
                 async for output in outputs:
@@ -163,7 +165,8 @@ class Sampler:
             pass
 
     def _cuttable(self, params: SamplingParams, model: str, pinned: bool) -> bool:
-        return self._interrupt and not pinned and model != BASE and params.prompt_logprobs is None
+        whole = params.prompt_logprobs is not None or params.structured_outputs is not None
+        return self._interrupt and not pinned and model != BASE and not whole
 
     def _count(self, prompts: Sequence[list[int]]) -> None:
         self._generator.counters.requests += len(prompts)

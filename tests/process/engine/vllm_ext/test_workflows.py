@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import string
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -210,3 +211,37 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
     begin = made.loss_mask.index(1)
     logits = hf_logits(server.model, tensors, made.token_ids[:begin])[-1] / SAMPLING.temperature
     assert made.reward == pytest.approx(logits.log_softmax(-1).topk(3).values[2].item(), abs=TOLERANCE)
+
+
+def test_an_agents_stream_has_the_tokens_of_its_answer_and_a_grammar_its_form(server: RunningServer) -> None:
+    ref = server.publish(server.adapter(15, b_scale=0.3))
+    # An object could have spaces between its tokens, and this model has no reason to end them.
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+    texts: list[list[str]] = []
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": task.sample.prompt}]
+            body: dict[str, Any] = {"model": task.model, "messages": messages, "seed": 3, "logprobs": True}
+            whole = (await client.chat.completions.create(**body)).choices[0]
+            chunks = [c.choices[0] async for c in await client.chat.completions.create(**body, stream=True)]
+            texts.append([c.delta.content for c in chunks if c.delta.content])
+            # Of bytes that are no characters a decoder of parts makes other replacements than one of the whole.
+            assert "".join(texts[-1]).replace("\ufffd", "") == whole.message.content.replace("\ufffd", "")
+            rows = [row for c in chunks if c.logprobs for row in c.logprobs.content]
+            assert [row.token for row in rows] == [row.token for row in whole.logprobs.content]
+            streamed = [row.logprob for row in rows]
+            assert streamed == pytest.approx([row.logprob for row in whole.logprobs.content], abs=TOLERANCE)
+            shaped = await client.chat.completions.create(model=task.model, messages=messages, response_format=form)
+            assert json.loads(shaped.choices[0].message.content) in ("yes", "no")
+        return 1.0
+
+    async def main() -> Episode:
+        async with context_of(server, ref) as context, agent_gateway() as sessions:
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            return await workflow.run(prompt_of(context), ref, seed=8)
+
+    episode = asyncio.run(main())
+    assert any(len(each) > 1 for each in texts)
+    assert_confirmed_by(server, episode)
+    assert len(episode.group.trajectories) == 2 * SAMPLING.n_samples

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from itertools import groupby
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import RouteShape
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
@@ -123,7 +127,8 @@ def test_responses_with_tools_are_one_trajectory_of_the_sampled_tokens(by_id: bo
 def test_a_streamed_response_has_the_events_of_openai() -> None:
     async def agent(client: openai.AsyncOpenAI, model: str) -> None:
         async with client.responses.stream(model=model, input="hi", tools=[FLAT]) as events:
-            seen = [event.type.removeprefix("response.") async for event in events]
+            every = [event.type.removeprefix("response.") async for event in events]
+            seen = [name for name, _ in groupby(every)]  # a letter an event
             final = await events.get_final_response()
         text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
         call = ["function_call_arguments.delta", "function_call_arguments.done"]
@@ -144,13 +149,81 @@ def test_a_streamed_chat_ends_with_its_usage() -> None:
         assert chunks[-1].choices == []
         text = ["".join(c.delta.content or "" for k in chunks for c in k.choices if c.index == i) for i in (0, 1)]
         assert text == ["hey", "you"]
-        values = [c.logprobs.content[0].logprob for k in chunks for c in k.choices if c.logprobs]
-        assert values == [-0.5, -0.5]
+        parts = [(c.index, c.logprobs.content) for k in chunks for c in k.choices if c.logprobs]
+        values = [[row.logprob for i, rows in parts if i == index for row in rows] for index in (0, 1)]
+        assert values == [[-0.5, -1.0, -1.5, -2.0]] * 2
         assert [e.content async for e in _events(client, model) if e.type == "content.done"] == ["now"]
         texts = [t async for t in await client.completions.create(model=model, prompt="a", stream=True)]
-        assert [c.choices[0].text for c in texts] == ["end"]
+        assert [c.choices[0].text for c in texts] == [*"end", ""]
 
     run(agent, saying(["hey", "you", "now", "end"]))
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_stream_is_sent_as_the_server_samples(api: str) -> None:
+    """The server samples a token only once the agent has got the text of the one before."""
+    got = asyncio.Semaphore(1)
+    server = saying(["hey"])
+    server.between_parts = lambda _: asyncio.wait_for(got.acquire(), 240.0)
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        if api == "chat":
+            chunks = await client.chat.completions.create(model=model, messages=MESSAGES, stream=True)
+            texts = (chunk.choices[0].delta.content async for chunk in chunks)
+        else:
+            events = await client.responses.create(model=model, input="hi", stream=True)
+            texts = (event.delta async for event in events if event.type == "response.output_text.delta")
+        seen = ""
+        async for text in texts:
+            if text:
+                seen += text
+                got.release()
+                if seen == "hey":
+                    got.release()  # of the end of sequence, which has no text
+        assert seen == "hey"
+
+    (made,) = run(agent, server).group.trajectories
+    assert (made.token_ids, made.loss_mask) == oracle(("told", "<user:hi>"), ("sampled", "hey"))
+    assert made.rollout_logprobs[-4:] == [-0.5, -1.0, -1.5, -2.0]
+    assert made.columns.runs.tolist() == [[-1, 9], [1, 4]]
+
+
+def test_an_agent_that_leaves_a_stream_ends_the_sequence() -> None:
+    server, stuck = saying(["hey", "now"]), asyncio.Event()
+    server.between_parts = lambda t: stuck.wait() if t == 1 and len(server.requests) == 1 else asyncio.sleep(0)
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        async with await client.chat.completions.create(model=model, messages=MESSAGES, stream=True) as chunks:
+            async for chunk in chunks:
+                if chunk.choices[0].delta.content:
+                    break
+        async with asyncio.timeout(240.0):
+            while server.open_requests:
+                await asyncio.sleep(0.01)
+        await client.chat.completions.create(model=model, messages=MESSAGES)
+
+    (made,) = run(agent, server).group.trajectories
+    assert (made.token_ids, made.loss_mask) == oracle(("told", "<user:hi>"), ("sampled", "now"))
+
+
+def test_a_stream_that_breaks_off_is_an_error_of_its_client_and_a_fault_of_the_group() -> None:
+    server = saying(["hey"])
+
+    async def fail(t: int) -> None:
+        if t == 2:
+            raise ConnectionResetError
+
+    server.between_parts = fail
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        chunks = await client.chat.completions.create(model=model, messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="connection"):
+            async for _ in chunks:
+                pass
+        await asyncio.sleep(600)
+
+    with pytest.raises(GenerationFault, match="connection: "):
+        run(agent, server)
 
 
 async def _events(client: openai.AsyncOpenAI, model: str) -> AsyncIterator[Any]:
@@ -221,3 +294,64 @@ def test_the_keys_model_is_listed_and_errors_name_their_field() -> None:
         await client.chat.completions.create(model=model, messages=MESSAGES)
 
     run(agent, saying(["hey"]))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+CALLS = '[{"name": "add", "parameters": {"a": 1}}]'
+
+
+def test_an_answer_under_a_grammar_is_given_back_and_not_trained() -> None:
+    tool: Any = {"type": "function", "function": FUNCTION | {"parameters": SCHEMA}}
+    other: Any = {"type": "function", "function": {"name": "sub"}}
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        body: dict[str, Any] = {"model": model, "tools": [tool, other]}
+        reply = await client.chat.completions.create(messages=MESSAGES, tool_choice="required", **body)
+        (call,) = reply.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert reply.choices[0].finish_reason == "tool_calls"
+        given: list[Any] = [*MESSAGES, reply.choices[0].message.model_dump(exclude_none=True)]
+        given.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        named: Any = {"type": "function", "function": {"name": "add"}}
+        await client.chat.completions.create(messages=MESSAGES, tool_choice=named, **body)
+        assert (await client.chat.completions.create(messages=given, **body)).choices[0].message.content == "three"
+        as_json: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        await client.chat.completions.create(model=model, messages=MESSAGES, response_format=as_json)
+        await client.responses.create(model=model, input="hi", text={"format": {"type": "json_object"}})
+
+    server = saying([CALLS, CALLS, "three", "{}", "{}"])
+    (made,) = run(agent, server).group.trajectories
+    told = "[add][sub]<user:hi>" + CALLS + chr(EOS) + "<tool:3>"
+    assert (made.token_ids, made.loss_mask) == oracle(("told", told), ("sampled", "three"))
+    asked = [request.get("structured_outputs", {}).get("json") for request in server.requests]
+    required, named, free, schema, anything = asked
+    assert (free, schema, anything) == (None, SCHEMA, {"type": "object"})
+    assert (named["maxItems"], [kind["properties"]["name"]["enum"] for kind in named["items"]["anyOf"]]) == (
+        1,
+        [["add"]],
+    )
+    assert required["$defs"] == SCHEMA["$defs"], "references are from the root"
+    jsonschema.validate(json.loads(CALLS), required)
+    for wrong in ([], [{"name": "mul", "parameters": {}}], [{"name": "add", "parameters": {"a": "1"}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, required)
+
+
+def test_an_agent_without_an_answer_of_the_policy_has_nothing_to_train() -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        await client.chat.completions.create(model=model, messages=MESSAGES, response_format={"type": "json_object"})
+
+    with pytest.raises(GenerationFault, match="without a completion that no grammar chose"):
+        run(agent, saying(["{}"]))
+
+
+def test_a_stream_with_tools_holds_back_what_may_be_a_call() -> None:
+    texts: list[list[str]] = []
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        for _ in range(2):
+            chunks = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL], stream=True)
+            texts.append([c.choices[0].delta.content async for c in chunks if c.choices[0].delta.content])
+
+    run(agent, saying(["so: a < b.", CALL]))
+    assert texts == [[*"so:", " a", " < b."], [*"ok"]]

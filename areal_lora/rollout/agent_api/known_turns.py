@@ -1,0 +1,146 @@
+"""The tokens of the prompts of one run of an agent.
+
+What was sampled is never tokenized again. Where messages start with those of an earlier request and its answer, the
+prompt starts with the earlier prompt's tokens and the sampled ones. Only what the chat template writes after them is
+new::
+
+    earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
+
+An answer counts as given back if its content and calls are those that the agent got. What the template would write for
+it may differ (spaces in the arguments of a call): the sampled tokens stay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lora.data.prompts import Formatter
+from areal_lora.errors import ConfigError
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.replies import SampledReply, SamplingRequest, Turn, digest
+from areal_lora.rollout.workflow import PackedTurns
+
+_ANSWER = "areal answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KnownTurns:
+    """``n`` turns up to an answer and with it: those of ``before``, then ``added``. Memory is for these only.
+
+    Their tokens are the first ``end`` ones of ``conversation``. ``written`` is length and digest of what the template
+    wrote before the answer; ``spelt`` is the answer's text as it was sampled, with the end of sequence and without.
+    """
+
+    before: "KnownTurns | None"
+    added: tuple[Turn, ...]
+    n: int
+    conversation: PackedTurns
+    end: int
+    written: tuple[int, bytes]
+    spelt: tuple[str, str]
+
+    def turns(self) -> list[Turn]:
+        known: KnownTurns | None = self
+        groups = list[tuple[Turn, ...]]()
+        while known is not None:
+            groups.append(known.added)
+            known = known.before
+        return [turn for group in reversed(groups) for turn in group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPrompt:
+    """The tokens [P] of a request's prompt. Its turns start with those of ``known``, and have ``digest``."""
+
+    token_ids: list[int]
+    known: KnownTurns | None = None
+    digest: bytes = b""
+    written: tuple[int, bytes] = (0, b"")
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The prompts of one session. Conversations are found by digests of their turns, of the tools first."""
+
+    formatter: Formatter
+    _known: dict[bytes, KnownTurns] = field(default_factory=dict)
+    _texts: dict[str, tuple[PackedTurns, int]] = field(default_factory=dict)  # of plain prompts and their answers
+    _tools: set[bytes] = field(default_factory=set)  # that the template writes
+
+    def of(self, request: SamplingRequest) -> WrittenPrompt:
+        """Raises AgentRequestError."""
+        if request.turns is not None:
+            return self._of_turns(request, request.turns)
+        if isinstance(request.prompt, list):
+            return WrittenPrompt(token_ids=request.prompt)
+        known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
+        conversation, end = self._texts.get(known, (PackedTurns(), 0))
+        rest = self.formatter.tokenizer.encode(request.prompt[len(known) :], add_special_tokens=not known)
+        return WrittenPrompt(token_ids=conversation.token_ids[:end] + rest)
+
+    def answered(
+        self, request: SamplingRequest, prompt: WrittenPrompt, reply: SampledReply, conversation: PackedTurns
+    ) -> KnownTurns | None:
+        """Keep an answer, the end of ``conversation``, for requests that continue it."""
+        sampled, decode, end = reply.sampled.token_ids, self.formatter.tokenizer.decode, len(conversation)
+        raw = decode(sampled, skip_special_tokens=False)
+        if request.turns is None:
+            if isinstance(request.prompt, str):
+                self._texts[request.prompt + raw] = conversation, end
+            return None
+        known = KnownTurns(
+            before=prompt.known,
+            added=(*request.turns[prompt.known.n if prompt.known else 0 :], reply.turn),
+            n=len(request.turns) + 1,
+            conversation=conversation,
+            end=end,
+            written=prompt.written,
+            spelt=(raw, decode(sampled[:-1], skip_special_tokens=False)),
+        )
+        self._known[reply.turn.digest(prompt.digest)] = known
+        return known
+
+    def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> WrittenPrompt:
+        if not self.formatter.tokenizer.chat_template:
+            raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
+        text = self._text(turns, request.tools, last=True)
+        digests = [digest(b"", request.tools)]
+        if request.tools and digests[0] not in self._tools:
+            if text == self._text(turns, [], last=True):
+                reason = "the model's chat template does not write tools, so the model would not know of them"
+                raise refuse("tools", reason)
+            self._tools.add(digests[0])
+        for turn in turns:
+            digests.append(turn.digest(digests[-1]))
+        known = next((self._known[d] for d in reversed(digests) if d in self._known), None)
+        ids, encode = None, self.formatter.tokenizer.encode
+        if known is not None and (after := self._after(known, request, text)) is not None:
+            ids = known.conversation.token_ids[: known.end]
+            ids += self.formatter.without_end(encode(after, add_special_tokens=False), ids)
+        if ids is None:  # a template writes special tokens itself
+            ids = encode(text, add_special_tokens=False)
+        return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=(len(text), digest(b"", text)))
+
+    def _after(self, known: KnownTurns, request: SamplingRequest, text: str) -> str | None:
+        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now.
+
+        It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
+        template writes that, else after any answer.
+        """
+        n, before = known.written
+        if digest(b"", text[:n]) != before:
+            return None
+        for spelt in known.spelt:
+            if text.startswith(spelt, n):
+                return text[n + len(spelt) :]
+        given = (request.turns or ())[: known.n]
+        head = self._text(given, request.tools, last=False)
+        marked = (*given[:-1], Turn(role="assistant", content=_ANSWER))
+        _, found, end = self._text(marked, request.tools, last=False).rpartition(_ANSWER)
+        return end + text[len(head) :] if found and text.startswith(head) and head.endswith(end) else None
+
+    def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
+        try:
+            return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
+        except ConfigError as error:
+            raise AgentRequestError(400, error.reason, "messages") from None

@@ -1,0 +1,45 @@
+"""The work of a turn does not grow with the conversation before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_lora.data.prompts import Formatter
+from areal_lora.rollout.agents import AgentTask
+from tests.support.rollout.agent_endpoint import TOOL, ToolTokenizer, asked, episode, saying
+
+TURNS = 12
+
+
+class Counting(ToolTokenizer):
+    """Counts texts that the template writes, and letters that are tokenized."""
+
+    rendered = encoded = 0
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
+        self.rendered += 1
+        return super().apply_chat_template(*arguments, **options)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.encoded += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+def test_a_request_is_written_once_and_only_new_messages_are_tokenized(tools: list[Any]) -> None:
+    async def agent(task: AgentTask) -> float:
+        messages: list[Any] = []
+        for _ in range(TURNS):
+            messages.append({"role": "user", "content": "hi"})
+            status, body = await asked(task, messages=messages, **({"tools": tools} if tools else {}))
+            assert status == 200
+            messages.append(body["choices"][0]["message"])
+        return 1.0
+
+    tokenizer = Counting()
+    made = episode(agent, saying(["hey"] * TURNS), formatter=Formatter(tokenizer=tokenizer))
+    (trajectory,) = made.group.trajectories
+    assert tokenizer.rendered == TURNS + len(tools), "once more for the first request with tools"
+    assert tokenizer.encoded == trajectory.loss_mask.count(0)
