@@ -55,8 +55,8 @@ class FakeServer:
 
     ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
     the server use another version than the one asked for. Without ``columns`` it ignores ``return_columns``, as stock
-    vLLM. With ``routes`` its answers have routes of that shape. ``between_parts(t)`` is awaited before the t-th part of a
-    stream. ``parse`` answers ``POST /v1/tool_calls``.
+    vLLM. With ``routes`` its answers have routes of that shape. ``between_parts(t)`` is awaited before the t-th part of
+    a stream. ``parse`` answers ``POST /v1/tool_calls``.
     """
 
     models: set[str] = field(default_factory=set)
