@@ -259,7 +259,7 @@ class Shaping:
 
     kl: Estimator
     kl_coef: float
-    kl_own: bool
+    kl_own: bool = False
     overlong_from: float
     overlong_penalty: float
     max_new_tokens: int

@@ -85,9 +85,11 @@ class AlgorithmConfig(Section):
     critic_rank: PositiveInt | None = None
     """Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
-    reference: (
-        Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)]
-    ) = Field("base", discriminator=Discriminator(lambda value: tasks.NAMED if isinstance(value, str) else tasks.SERVED))
+    reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)] = (
+        Field(
+            "base", discriminator=Discriminator(lambda value: tasks.NAMED if isinstance(value, str) else tasks.SERVED)
+        )
+    )
     """`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the version after
     `sft.steps`; or a teacher with the same vocabulary, on a server that scores given tokens (`echo` of completions)."""
     reference_refresh_steps: PositiveInt | None = None

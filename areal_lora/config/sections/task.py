@@ -249,7 +249,9 @@ class ModelReward(ServedModel, RewardSection):
     """Text that is scored, with replacements as in a judge's `prompt`; unset: the conversation, written by the server's
     chat template, for `score` the answer. `score` compares it with the problem."""
     label: NonNegInt = Field(0, description="Number of the class whose score is the reward.")
-    parameters: dict[str, Any] = Field({}, description="Further fields of the request, such as `use_activation: false`.")
+    parameters: dict[str, Any] = Field(
+        {}, description="Further fields of the request, such as `use_activation: false`."
+    )
     timeout_s: PositiveFloat = 180.0
     """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
     workers: PositiveInt = Field(1, description="Scorer processes; each scores the answers of one group at a time.")
