@@ -203,9 +203,9 @@ def reward_call(
     kept: str | None = None,
     scratch: str | None = None,
 ) -> RewardCall:
-    """Load a reward: the function at ``path`` is imported, ``settings`` are a judge's, reward model's or code reward's keys.
+    """Load a reward: the function at ``path`` is imported.
 
-    ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written. Raises EnvironmentError_ if a
+    ``settings`` are the keys of a judge, reward model or code reward. ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written. Raises EnvironmentError_ if a
     package is missing, ConfigError if the function cannot be loaded or a key is not set.
     """
     match kind:

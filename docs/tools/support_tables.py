@@ -78,6 +78,10 @@ _KIND_OF = {"qwen3_moe": "", "qwen3": "dense"}
 _LOSS_OF = {"gspo": "gspo", "cispo": "cispo", "opo": "reinforce", "gpg": "reinforce", "remax": "reinforce"}
 _LOSS_OF |= {"tis": "TIS", "mis": "MIS of sequences", "geo_mis": "MIS of geometric means", "icepop": "IcePop"}
 _LOSS_OF |= {"sapo": "sapo", "dppo": "dppo"}
+_DISTILL = (
+    "tests/unit/algorithms/test_advantages_credit.py::"
+    "test_distillation_adds_each_tokens_reverse_divergence_to_its_own_advantage"
+)
 _GAE = "tests/unit/algorithms/test_advantages.py::test_gae_equals_the_sum_of_its_definition"
 
 
@@ -149,7 +153,7 @@ def _rowless(kind: str) -> Tests:
 
 def _arithmetic(kind: str) -> Tests:
     advantage = str(_PRESETS[kind].get("advantage", "grpo"))
-    of_answers = _GAE if advantage == "gae" else f"{_ADVANTAGE}[{advantage}]"
+    of_answers = {"gae": _GAE, "none": f"{_DISTILL}[none]"}.get(advantage, f"{_ADVANTAGE}[{advantage}]")
     return (of_answers, f"{_LOSS}[{_LOSS_OF.get(kind, 'ppo')}]")
 
 

@@ -49,6 +49,7 @@ def test_versions_take_no_space_per_token() -> None:
         {"versions": b"1234567"},
         {"versions": np.array([(3, 2), (4, -1)], "<i4").tobytes()},
         {"versions": np.array([(-2, 1)], "<i4").tobytes()},
+        {"teacher": b"12345678"},
         {"versions": np.array([(3, 2)], "<i4").tobytes()},
     ],
 )

@@ -117,7 +117,7 @@ def test_a_teacher_scores_like_hugging_face_and_refuses_another_vocabulary(serve
             other.decode = lambda ids, **how: context.tokenizer.decode(ids, **how).swapcase()  # type: ignore[method-assign]
             with pytest.raises(ConfigError, match="another vocabulary"):
                 await teacher.check(other, context.max_model_len)
-            with pytest.raises(ConfigError, match="HTTP 400: .*context"):
+            with pytest.raises(ConfigError, match=r"HTTP 400: .*context"):
                 await teacher.check(context.tokenizer, context.max_model_len + 1)
             workflow = WithTeacher(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=60.0)
             episode = await workflow.run(prompt_of(context), ref, seed=5)
