@@ -26,7 +26,7 @@ class ReferenceTerms:
 class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
-    Without ``reference`` the reference is the base, or a teacher (`TokenColumns.teacher`). With ``critic`` one is trained beside the policy.
+    Without ``reference`` the reference is the base or a teacher. With ``critic`` one is trained beside the policy.
     """
 
     name: str

@@ -23,7 +23,6 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     key_env: str | None
     input: str | None
     label: int
-    parameters: dict[str, Any]
     limits: ApiLimits
 
 
@@ -40,7 +39,7 @@ class _Reply(msgspec.Struct):
 
 
 class RewardModel:
-    """Call it with an answer; it returns the score of the class. Raises ConfigError for a key that is not set."""
+    """Call it with an answer; it returns the logit of the class. Raises ConfigError for a key that is not set."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
@@ -58,7 +57,7 @@ class RewardModel:
         else:
             body = {"messages": messages} if text is None else {"input": text}
         self._client.costs["answers"] += 1
-        encoded = msgspec.json.encode({"model": s.model, **body, **s.parameters})
+        encoded = msgspec.json.encode({"model": s.model, **body, "use_activation": False})
         return await self._client.post("", encoded, partial(read_score, label=s.label))
 
     def take_costs(self) -> dict[str, float]:

@@ -205,8 +205,9 @@ def reward_call(
 ) -> RewardCall:
     """Load a reward: the function at ``path`` is imported.
 
-    ``settings`` are the keys of a judge, reward model or code reward. ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written. Raises EnvironmentError_ if a
-    package is missing, ConfigError if the function cannot be loaded or a key is not set.
+    ``settings`` are the keys of a judge, reward model or code reward. ``kept`` is the folder of a judge's cache,
+    ``scratch`` a folder that may be written. Raises EnvironmentError_ if a package is missing, ConfigError if the function
+    cannot be loaded or a key is not set.
     """
     match kind:
         case "numeric_match":

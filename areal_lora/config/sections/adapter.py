@@ -91,14 +91,14 @@ class AlgorithmConfig(Section):
         )
     )
     """`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the version after
-    `sft.steps`; or a teacher with the same vocabulary, on a server that scores given tokens (`echo` of completions)."""
+    `sft.steps`; a section: a teacher of the same vocabulary, on a server."""
     reference_refresh_steps: PositiveInt | None = None
     """Every so many versions the newest one becomes the reference; unset: never."""
     kl_target: PositiveFloat | None = None
     """KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed."""
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """Add the KL divergence to the loss, or subtract it from the reward, or each token's from its advantage."""
+    """Add the KL divergence to the loss, or subtract it from the reward, or token by token from the advantage."""
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = "token"
     """Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."""
@@ -253,7 +253,7 @@ class AdapterConfig(Section):
         return self
 
     def served_models(self, at: str = "") -> list[tuple[str, ServedModel]]:
-        """What its reference and rewards request, with the key of each below ``at`` (empty, or with a dot at the end)."""
+        """What its rewards and reference request, with the key of each below ``at`` (empty, or with a dot last)."""
         rewards = [(k, each) for k, each in tasks.reward_keys(at, self.reward) if isinstance(each, ServedModel)]
         teacher = self.algorithm.teacher
         return rewards + ([(f"{at}algorithm.reference", teacher)] if teacher else [])

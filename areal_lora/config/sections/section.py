@@ -35,7 +35,7 @@ class ServedModel(Section):
     """A model that others serve. Its key is in no file: the configuration names a variable."""
 
     url: str = Field(pattern=r"^https?://", description="Base URL of an OpenAI-compatible API, `https://host/v1`.")
-    model: str = Field(description="Name of the model there.")
+    model: str = Field(description="The model's name there.")
     key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
     """Environment variable with the API key; no key is sent if unset."""
 

@@ -200,7 +200,7 @@ class RewardSection(Section):
 
 class BuiltInReward(RewardSection):
     kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
-    """The last number is the answer's, or Math-Verify finds both equal; `none`: 0 for all (distillation)."""
+    """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
 
 
 class FunctionReward(RewardSection):
@@ -246,15 +246,10 @@ class ModelReward(ServedModel, RewardSection):
     url: str = Field(pattern=r"^https?://.*/(classify|score|pooling)$")
     """URL of vLLM's `.../classify`, `.../score` or `.../pooling`."""
     input: str | None = None
-    """Text that is scored, with replacements as in a judge's `prompt`; unset: the conversation, written by the server's
-    chat template, for `score` the answer. `score` compares it with the problem."""
-    label: NonNegInt = Field(0, description="Number of the class whose score is the reward.")
-    parameters: dict[str, Any] = Field(
-        {}, description="Further fields of the request, such as `use_activation: false`."
-    )
+    """Text that is scored, filled in like a judge's `prompt`; unset: the chat, for `score` the answer alone."""
+    label: NonNegInt = Field(0, description="Class whose score, a logit, is the reward.")
     timeout_s: PositiveFloat = 180.0
     """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
-    workers: PositiveInt = Field(1, description="Scorer processes; each scores the answers of one group at a time.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
 

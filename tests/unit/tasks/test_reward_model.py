@@ -52,7 +52,7 @@ def score(*rewards: ModelReward) -> tuple[Score, dict[str, float]]:
         ("classify", {"input": "{prompt}|{completion}|{level}"}, CLASSIFIED, {"input": "3+4?|{answer}|2"}, 0.2),
         ("score", {}, SCORED, {"text_1": "3+4?", "text_2": "{answer}"}, -3.5),
         ("v1/score", {"input": "A: {completion}"}, SCORED, {"text_1": "3+4?", "text_2": "A: {answer}"}, -3.5),
-        ("pooling", {"parameters": {"task": "classify"}}, POOLED, {"messages": ITEM.messages, "task": "classify"}, 0.1),
+        ("pooling", {}, POOLED, {"messages": ITEM.messages}, 0.1),
     ],
 )
 def test_each_endpoint_gets_its_request(
@@ -62,7 +62,7 @@ def test_each_endpoint_gets_its_request(
     with JudgeStub(lambda number, body: (200, {}, reply)) as stub:
         url = f"{stub.url.removesuffix('/v1')}/{path}"
         found, costs = score(ModelReward(url=url, model="rm", key_env="MODEL_KEY", correct_threshold=0.5, **keys))
-    assert stub.bodies == [{"model": "rm", **sent}]
+    assert stub.bodies == [{"model": "rm", **sent, "use_activation": False}]
     assert stub.keys == [f"Bearer {KEY}"]
     assert (found.outcome, found.reward, found.correct) == (Outcome.OK, reward, reward >= 0.5)
     assert (costs["model/answers"], costs["model/calls"]) == (1, 1)
