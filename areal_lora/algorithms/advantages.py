@@ -291,7 +291,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
     A KL divergence in the reward is that of the policy that sampled the token from the reference. It is taken off
     the sample's reward, or, for a ``whitened`` advantage, off each token as the sum from the token to the end. With a
-    critic it is a cost of the token itself; with ``kl_own`` it is taken off the finished advantage. Given answers have no credit, and are not compared with sampled ones.
+    critic it is a cost of the token itself; with ``kl_own`` it is taken off the finished advantage. Given answers have
+    no credit, and are not compared with sampled ones.
     """
     mask, cu_seqlens = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens), batch.cu_seqlens
     first, sample = find_samples(batch.sample_ids)

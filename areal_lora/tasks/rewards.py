@@ -206,8 +206,8 @@ def reward_call(
     """Load a reward: the function at ``path`` is imported.
 
     ``settings`` are the keys of a judge, reward model or code reward. ``kept`` is the folder of a judge's cache,
-    ``scratch`` a folder that may be written. Raises EnvironmentError_ if a package is missing, ConfigError if the function
-    cannot be loaded or a key is not set.
+    ``scratch`` a folder that may be written. Raises EnvironmentError_ if a package is missing, ConfigError if the
+    function cannot be loaded or a key is not set.
     """
     match kind:
         case "numeric_match":
@@ -227,7 +227,7 @@ def reward_call(
             judge = LlmJudge(msgspec.convert(settings, JudgeSettings), None if kept is None else Path(kept))
             return RewardCall.of(judge, kind, judge.take_costs)
         case "model":
-            from areal_lora.tasks.reward_model import ModelSettings, RewardModel
+            from areal_lora.tasks.judge import ModelSettings, RewardModel
 
             model = RewardModel(msgspec.convert(settings, ModelSettings))
             return RewardCall.of(model, kind, model.take_costs)

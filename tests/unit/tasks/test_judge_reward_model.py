@@ -10,8 +10,8 @@ import pytest
 from areal_lora.config.sections.task import ModelReward
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.tasks import scorer_setup
+from areal_lora.tasks.judge import class_score
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.tasks.reward_model import read_score
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
 from tests.support.tasks.judge_stub import JudgeStub
@@ -84,13 +84,13 @@ def test_what_passes_is_repeated_and_the_rest_is_an_error_of_the_answer() -> Non
 
 
 def test_the_last_tokens_row_counts_of_a_model_of_tokens() -> None:
-    assert read_score(OF_TOKENS, 1) == 0.5
+    assert class_score(OF_TOKENS, 1) == 0.5
     with pytest.raises(IndexError):
-        read_score(OF_TOKENS, 2)
+        class_score(OF_TOKENS, 2)
     for data in (b"[]", b"[{}]", b'[{"data":[]}]', b'[{"data":[[1.0],2.0]}]'):
-        assert read_score(b'{"data":[{"data":[1.0,2.0]}]}', 1) == 2.0
+        assert class_score(b'{"data":[{"data":[1.0,2.0]}]}', 1) == 2.0
         with pytest.raises((ValueError, TypeError)):
-            read_score(b'{"data":' + data + b"}", 0)
+            class_score(b'{"data":' + data + b"}", 0)
 
 
 def test_the_url_names_the_endpoint() -> None:
