@@ -159,7 +159,7 @@ def remax(samples: Samples) -> Tensor:
 
 
 def none(samples: Samples) -> Tensor:
-    """0: only a divergence from the reference is trained on (`Shaping.kl_own`)."""
+    """0: `Shaping.kl_own` alone is trained on, the reverse KL divergence of MiniLLM (Gu et al., arXiv 2306.08543)."""
     return 0.0 * samples.rewards
 
 
@@ -252,8 +252,7 @@ class Shaping:
     """What is taken off a reward before advantages are computed.
 
     ``kl_coef`` is 0 where neither reward nor advantage holds a KL divergence. With ``kl_own`` that of a token is taken
-    off its advantage alone: on-policy distillation, the reverse KL divergence from a teacher (Lu et al., Thinking
-    Machines, 2025; MiniLLM, arXiv 2306.08543). An answer of more than ``overlong_from`` tokens loses a
+    off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than ``overlong_from`` tokens loses a
     part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is for a critic's values.
     """
 

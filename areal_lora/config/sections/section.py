@@ -60,4 +60,5 @@ _PATTERNS = {
     r"^[^\r\n]+$": "one line of text",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
     r"^https?://": "a URL that starts with https:// or http://",
+    r"^https?://.*/(classify|score|pooling)$": "a URL that ends with /classify, /score or /pooling",
 }

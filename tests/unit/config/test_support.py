@@ -76,7 +76,6 @@ def test_every_algorithm_is_judged_alike_everywhere() -> None:
 def own_asks(kind: Kind) -> frozenset[Need]:
     """What a preset needs for by itself."""
     needs: dict[str, frozenset[Need]] = {"ppo": frozenset({"critic"}), "remax": frozenset({"greedy answers"})}
-    needs["distill"] = frozenset({"KL to the base"})  # where no teacher is named
     return needs.get(kind, frozenset())
 
 

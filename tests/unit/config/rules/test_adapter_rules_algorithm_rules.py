@@ -88,7 +88,8 @@ def test_all_problems_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize("advantage", get_args(AdvantageName))
 def test_only_advantages_that_compare_a_prompts_answers_need_two(advantage: str) -> None:
-    findings = found(f"algorithm.advantage={advantage}", "sampling.n_samples=1")
+    findings = found(f"algorithm.advantage={advantage}", "sampling.n_samples=1", "algorithm.kl_coef=0.1", "init_from=x")
+    findings.pop("init_from", None)
     assert set(findings) == (set() if advantage in UNGROUPED else {"sampling.n_samples"})
     both = found("algorithm.advantage=batch", "algorithm.drop_uniform=true", "sampling.n_samples=1")
     assert "drop_uniform" in both["sampling.n_samples"]
