@@ -192,14 +192,13 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
 
     ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
-    sampled, and have the log-probability 0. ``teacher`` is empty unless a teacher has scored the tokens. Raises
-    ValueError for arrays that are not of the same T tokens.
+    sampled, and have the log-probability 0. Raises ValueError for arrays that are not of the same T tokens.
     """
 
     token_ids: bytes  # [T] int32
     logprobs: bytes  # [T] float32, of the behaviour policy
     versions: bytes  # [R, 2] int32
-    teacher: bytes = b""  # [T] float32, its log-probabilities
+    teacher: bytes = b""  # [T] float32, its log-probabilities; empty without one
 
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]

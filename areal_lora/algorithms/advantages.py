@@ -252,8 +252,9 @@ class Shaping:
     """What is taken off a reward before advantages are computed.
 
     ``kl_coef`` is 0 where neither reward nor advantage holds a KL divergence. With ``kl_own`` that of a token is taken
-    off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than ``overlong_from`` tokens loses a
-    part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is for a critic's values.
+    off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than
+    ``overlong_from`` tokens loses a part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is
+    for a critic's values.
     """
 
     kl: Estimator

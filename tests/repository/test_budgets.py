@@ -25,26 +25,26 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
-    "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
+    "algorithms": 1203,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2298,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; pages; two versions in a chat
-    "config": 4336,  # engine_args; rollout.remote; groups of a job; trackers, page, cp, fsdp_shard, max_behind, profile
-    "data": 716,  # checks in chunks; equal attention; parts of a batch; groups of clients' data in linear time
+    "config": 4393,  # engine_args; rollout.remote; groups; trackers, page, cp, fsdp_shard, profile; teachers, reward models
+    "data": 722,  # checks in chunks; equal attention; parts of a batch; groups of clients' data; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
     "engine": 10202,  # remote servers; recompute; grouped products; slices; entropies; engine_args
     "families": 1430,  # FLOPs of passes
     "launcher": 4678,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
-    "network": 879,  # listening, certified_context, for service and gateway; the types of /v1/tool_calls, once
+    "network": 1015,  # listening, certified_context; types of /v1/tool_calls; the client of served models, from tasks
     "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 6104,  # answers in columns and over restarts; dropped groups; conversations on a server; kept turns
+    "rollout": 6264,  # answers in columns and over restarts; dropped groups; conversations, kept turns; teachers
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
-    "service": 5574,  # refusals of AdamW's values name their field; the log is cut where it is durable
-    "tasks": 3276,  # the time of scoring
+    "service": 5572,  # refusals of AdamW's values name their field; the log is cut where it is durable
+    "tasks": 3270,  # the time of scoring; reward models
     "trainer": 3915,  # parts of a batch; which passes join; states copied between operations; entropies of a step
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }

@@ -141,7 +141,7 @@ class AlgorithmConfig(Section):
     def changed(self) -> dict[str, Any]:
         """The keys whose values are not those of the preset."""
         preset = AlgorithmConfig(kind=self.kind)
-        return {name: value for name, value in self if value != getattr(preset, name)}
+        return {name: value for name, value in self.model_dump().items() if value != getattr(preset, name)}
 
 
 class SftConfig(Section):
