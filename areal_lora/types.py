@@ -1,9 +1,8 @@
 """The shared records of the package: frozen, slotted, keyword-only.
 
-Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]``
-(sequences). Entry ``t`` of every per-token array describes token ``t``: ``logprobs[t]`` is
-the log-probability of token ``t`` given the tokens before it, so entry 0 of a sequence
-is meaningless and always masked (contract C10).
+Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]`` (sequences). Entry ``t`` of every
+per-token array describes token ``t``: ``logprobs[t]`` is the log-probability of token ``t`` given the tokens before
+it, so entry 0 of a sequence is meaningless and always masked (contract C10).
 
 Example, one trajectory of a prompt of 3 tokens and an answer of 2::
 

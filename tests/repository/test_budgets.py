@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1203,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2298,  # serve-remote; sweep; plan --simulate; where a stopped run's report is; pages; two versions in a chat
-    "config": 4393,  # engine_args; rollout.remote; groups; trackers, page, cp, fsdp_shard, profile; teachers, reward models
+    "config": 4393,  # engine_args; rollout.remote; groups; trackers, page, cp, fsdp_shard, profile; served models
     "data": 722,  # checks in chunks; equal attention; parts of a batch; groups of clients' data; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
