@@ -160,7 +160,7 @@ def test_a_teacher_that_does_not_answer_ends_the_start(tmp_path: Path, monkeypat
     chosen, plain = AlgorithmConfig(kind="distill", reference=reference), config(str(TINY_MODEL))
     run = plain.model_copy(update={"adapters": [plain.adapters[0].model_copy(update={"algorithm": chosen})]})
     data = main.load_data(run, RunFolder(tmp_path))
-    with pytest.raises(EnvironmentError_, match="the teacher large at http://127.0.0.1:9/v1 .*fix: start it"):
+    with pytest.raises(EnvironmentError_, match=r"the teacher large at http://127\.0\.0\.1:9/v1 .*fix: start it"):
         asyncio.run(main.serve(run, RunFolder(tmp_path), data, asyncio.Event()))
 
 
