@@ -51,10 +51,11 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: bytes  # [T] float32, of the behaviour policy
     versions: bytes  # [R, 2] int32
     routes: bytes = b""  # [T, L, K] uint8 or uint16; empty: of no token
+    teacher: bytes = b""  # [T] float32, its log-probabilities; empty without one
 
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
-        sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2])
+        sizes = len(self.token_ids), len(self.logprobs), 4 * sum(runs[1::2]), len(self.teacher or self.logprobs)
         if len(set(sizes)) != 1 or min(runs[::2], default=0) < -1 or min(runs[1::2], default=1) < 1:
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
         if self.routes and (not len(self) or len(self.routes) % len(self)):
@@ -78,10 +79,10 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
         """One after the other. Where some have routes, the tokens of the others have no route."""
-        each = [b"".join([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs", "versions")]
+        each = {name: b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__}
         if width := max([len(part.routes) // len(part) for part in parts if part.routes], default=0):
-            each.append(b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts]))
-        return cls(*each)
+            each["routes"] = b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts])
+        return cls(**each)
 
     def routed(self, routes: bytes) -> TokenColumns:
         """With ``routes`` of the same tokens for those without a route. Raises ValueError for another number."""

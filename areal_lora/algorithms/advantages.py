@@ -158,6 +158,11 @@ def remax(samples: Samples) -> Tensor:
     return samples.rewards - samples.baselines
 
 
+def none(samples: Samples) -> Tensor:
+    """0: `Shaping.kl_own` alone is trained on, the reverse KL divergence of MiniLLM (Gu et al., arXiv 2306.08543)."""
+    return 0.0 * samples.rewards
+
+
 def _over_batch_std(values: Tensor, rewards: Tensor) -> Tensor:
     """Divide [S] by the standard deviation of all rewards; 0 where these are all equal."""
     if bool((rewards == rewards[:1]).all()):
@@ -178,6 +183,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "group_mean_batch_std": Advantage(of=group_mean_batch_std),
     "remax": Advantage(of=remax),
     "gae": Advantage(of=reward, whitened=True, critic=True),
+    "none": Advantage(of=none),
 }
 
 
@@ -245,12 +251,15 @@ def find_samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
 class Shaping:
     """What is taken off a reward before advantages are computed.
 
-    ``kl_coef`` is 0 where the reward holds no KL divergence. An answer of more than ``overlong_from`` tokens loses a
-    part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is for a critic's values.
+    ``kl_coef`` is 0 where neither reward nor advantage holds a KL divergence. With ``kl_own`` that of a token is taken
+    off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than
+    ``overlong_from`` tokens loses a part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is
+    for a critic's values.
     """
 
     kl: Estimator
     kl_coef: float
+    kl_own: bool = False
     overlong_from: float
     overlong_penalty: float
     max_new_tokens: int
@@ -282,7 +291,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
     A KL divergence in the reward is that of the policy that sampled the token from the reference. It is taken off
     the sample's reward, or, for a ``whitened`` advantage, off each token as the sum from the token to the end. With a
-    critic it is a cost of the token itself. Given answers have no credit, and are not compared with sampled ones.
+    critic it is a cost of the token itself; with ``kl_own`` it is taken off the finished advantage. Given answers have
+    no credit, and are not compared with sampled ones.
     """
     mask, cu_seqlens = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens), batch.cu_seqlens
     first, sample = find_samples(batch.sample_ids)
@@ -293,7 +303,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
     lengths = per_sample(mask.double())
     rewards = batch.rewards.double()[first] - overlong_penalty(lengths, shaping)
-    kl = _kl_cost(shaping, batch, mask)
+    cost = _kl_cost(shaping, batch, mask)
+    kl, own = (torch.zeros_like(cost), cost) if shaping.kl_own else (cost, torch.zeros_like(cost))
     if not (advantage.whitened or advantage.critic):
         rewards = rewards - per_sample(kl)
     sampled = ~batch.given[first]
@@ -316,7 +327,7 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     if advantage.whitened:
         per_token = whiten(per_token, mask)
     return Credit(
-        advantages=torch.where(mask, per_token, torch.zeros_like(per_token)).float(),
+        advantages=torch.where(mask, per_token - own, torch.zeros_like(per_token)).float(),
         returns=None if returns is None else returns.float(),
     )
 

@@ -26,7 +26,7 @@ class ReferenceTerms:
 class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
-    Without ``reference`` the reference is the base. With ``critic`` one is trained beside the policy.
+    Without ``reference`` the reference is the base or a teacher. With ``critic`` one is trained beside the policy.
     """
 
     name: str
@@ -57,7 +57,7 @@ def build_algorithm(
     With one minibatch per step the proximal policy is the current one, so its log-probabilities are taken from the
     training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
-    in_reward = config.kl_in == "reward"
+    in_reward = config.kl_in != "loss"
     kl = ESTIMATORS[config.kl_estimator]
     terms = PolicyTerms(
         loss=LOSSES[config.loss],
@@ -76,6 +76,7 @@ def build_algorithm(
     shaping = Shaping(
         kl=kl,
         kl_coef=config.kl_coef if in_reward else 0.0,
+        kl_own=config.kl_in == "advantage",
         overlong_from=(1.0 - config.overlong_share) * max_new_tokens,
         overlong_penalty=config.overlong_penalty,
         max_new_tokens=max_new_tokens,

@@ -24,7 +24,7 @@ from typing import Any
 from areal_lora.config import models
 from areal_lora.config.recorded import missing_files
 from areal_lora.config.sections.run import CODE_REWARD, own_place
-from areal_lora.config.sections.task import FunctionReward, JudgeReward, reward_keys
+from areal_lora.config.sections.task import FunctionReward, reward_keys
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.peft_folder import PeftFolder, describe
 from areal_lora.families.registry import Checkpoint, known_config, read_checkpoint, supported
@@ -265,13 +265,13 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
 
 
 def _code_problems(config: models.Config) -> Iterator[ConfigError]:
-    """Yield the faults of named user code, which does not run, and keys of judges that are not set."""
+    """Yield the faults of named user code, which does not run, and keys of served models that are not set."""
     for i, adapter in enumerate(config.adapters):
         at = f"adapters.{i}."
-        for key, reward in reward_keys(at, adapter.reward):
-            if isinstance(reward, JudgeReward) and reward.key_env and not os.environ.get(reward.key_env):
-                fix = f"export {reward.key_env}=... where the run starts"
-                yield ConfigError(f"{key}.key_env", f"the environment variable {reward.key_env} is not set", fix)
+        for key, served in adapter.served_models(at):
+            if served.key_env and not os.environ.get(served.key_env):
+                fix = f"export {served.key_env}=... where the run starts"
+                yield ConfigError(f"{key}.key_env", f"the environment variable {served.key_env} is not set", fix)
         for key, text in named_code(adapter, at):
             if key.endswith(".tool_parser") and ":" not in text:
                 continue  # one of vLLM's

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from areal_lora.config import models
 from areal_lora.config.models import Config
 from areal_lora.config.sections.section import described
-from areal_lora.config.sections.task import ONE, SEVERAL
+from areal_lora.config.sections.task import TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "the command line"
@@ -184,7 +184,7 @@ def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
     path: list[models.Key] = []
     for key in loc:
         here = models.value_at(data, tuple(path))
-        if key in (ONE, SEVERAL) or (isinstance(here, dict) and key not in here and here.get("kind") == key):
+        if key in TAGS or (isinstance(here, dict) and key not in here and here.get("kind") == key):
             continue
         path.append(key)
     return tuple(path)

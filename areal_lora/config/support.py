@@ -266,7 +266,7 @@ def _needs(adapter: AdapterConfig) -> frozenset[Need]:
     chosen = adapter.algorithm
     present: dict[Need, bool] = {
         "several minibatches": adapter.minibatches > 1,
-        "KL to the base": chosen.kl_coef > 0 and not chosen.has_reference,
+        "KL to the base": chosen.kl_coef > 0 and chosen.reference == "base",
         "KL to a version": chosen.has_reference,
         "entropy bonus": chosen.entropy_coef > 0,
         "critic": chosen.has_critic,

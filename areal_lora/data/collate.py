@@ -74,6 +74,8 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         given=host_tensor([row.given for row in rows], torch.bool),
         adapters=tuple(row.adapter for row in rows),
         held=None if held is None else torch.from_numpy(held),
+        # Of a teacher, which every rank has of all tokens (`next_work.batch_of`).
+        ref_logprobs=torch.from_numpy(packed.columns[2].view(np.float32)) if len(packed.columns) > 2 else None,
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
     )
 

@@ -4,7 +4,7 @@ And checks of trajectories before that (contract C10). No torch: the rollout con
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import msgspec
 import numpy as np
@@ -33,13 +33,14 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     """Trajectories with R runs of versions in all (`types.TokenColumns`), and the columns of those that a rank holds.
 
-    ``columns`` are token ids and log-probabilities (the bits of float32), ``routes`` the experts of the tokens, if
-    ``shape`` is that of their routes. No message has either.
+    ``columns`` are token ids and log-probabilities (the bits of float32), and those of a teacher if it has scored any
+    trajectory; others, which are given, have their own there. ``routes`` are the experts of the tokens, if ``shape`` is
+    that of their routes. A message has the number of columns alone.
     """
 
     rows: list[TrajectoryRow]
     versions: bytes  # [R, 2] int32
-    columns: np.ndarray  # [2, H] int32
+    columns: np.ndarray  # [C, H] int32
     shape: RouteShape | None = None
     routes: np.ndarray | None = None  # [H] of ``shape.n_bytes`` bytes
 
@@ -62,9 +63,11 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
             )
             for (g, group, t), shared in zip(each, shared_starts([c.ids for c in columns]), strict=True)
         ]
-        joined = bytearray().join([c.token_ids for c in columns] + [c.logprobs for c in columns])
+        parts = [[c.token_ids for c in columns], [c.logprobs for c in columns]]
+        if any(c.teacher for c in columns):
+            parts.append([c.teacher or c.logprobs for c in columns])
+        flat = np.frombuffer(bytearray().join(chain(*parts)), "<i4").reshape(len(parts), -1)
         routes = None if shape is None else _routes([t for _, _, t in each], shape)
-        flat = np.frombuffer(joined, "<i4").reshape(2, -1)
         return cls(rows, b"".join([c.versions for c in columns]), flat, shape, routes)
 
     @property
@@ -72,7 +75,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
         return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
 
     def part(self, held: np.ndarray) -> np.ndarray:
-        """A copy of the columns [2, H] of the trajectories ``held`` [N] alone, of the columns of all."""
+        """A copy of the columns [C, H] of the trajectories ``held`` [N] alone, of the columns of all."""
         return part_of(self.columns, [row.n_tokens for row in self.rows], held)
 
     def routes_of(self, held: np.ndarray) -> np.ndarray:

@@ -41,11 +41,13 @@ class FaultKind(StrEnum):
     AGENT = "agent"
     WORKFLOW = "workflow"
     LEASE = "lease_expired"
+    TEACHER = "teacher"
 
 
 # Faults of the transport or the server: the retry samples the same answer, with the same seed.
 # Not the time of an episode, which may never end with these answers.
-_UNSERVED = (FaultKind.CONNECTION, FaultKind.RETIRED)  # a server that restarts is lost, then without the version
+_UNSERVED = (FaultKind.CONNECTION, FaultKind.RETIRED, FaultKind.TEACHER)
+"""A server that restarts is lost, then without the version; a teacher of others is waited for."""
 _SAME_ANSWER = (*_UNSERVED, FaultKind.SERVER_ERROR, FaultKind.ABORTED, FaultKind.LEASE)
 _OUTCOMES = {FaultKind.TIMEOUT: Outcome.TIMEOUT, FaultKind.ABORTED: Outcome.ABORTED}
 

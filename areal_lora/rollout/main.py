@@ -39,6 +39,7 @@ from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
+from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
@@ -122,11 +123,19 @@ class SharedResources:
     places: EvalPlaces
 
     async def runtime(self, part: AdapterData, stack: AsyncExitStack) -> AdapterRuntime:
-        """Start the scorers and workers of an adapter, which end with ``stack``, and build what rolls out for it."""
+        """Start the scorers and workers of an adapter, which end with ``stack``, and build what rolls out for it.
+
+        Raises ConfigError or EnvironmentError_ for a teacher that cannot be its reference.
+        """
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run = adapter_run(self.config, adapter)
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=self.run_folder.path))
         workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
+        teacher = None
+        if (model := adapter.algorithm.teacher) is not None:
+            teacher = Teacher(model, partial(set_status, self.run_folder, ROLE, 0))
+            stack.push_async_callback(teacher.close)
+            await teacher.check(part.formatter.tokenizer, rollout.max_model_len)
         n_samples = sampling.n_samples + adapter.algorithm.has_baseline
         capacity = Capacity(sequences=rollout.max_num_seqs, n_samples=n_samples)
         context = WorkflowContext(
@@ -149,6 +158,8 @@ class SharedResources:
         async def close() -> None:
             await scorer.close()
             await workers.close()
+            if teacher is not None:
+                await teacher.close()
 
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
         feed = AdapterFeed(
@@ -172,7 +183,7 @@ class SharedResources:
             capacity=capacity,
             weight=adapter.weight,
             close=close,
-            workflow=build_training(adapter, context, self.sessions, self.run_folder, workers),
+            workflow=build_training(adapter, context, self.sessions, self.run_folder, workers, teacher),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
             texts=bool(self.config.run.keep_rollouts_mib),

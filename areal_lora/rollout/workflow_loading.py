@@ -16,6 +16,7 @@ from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.rollout.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
@@ -29,16 +30,19 @@ def build_training(
     sessions: Sessions,
     folder: RunFolder | None = None,
     workers: EnvironmentWorkers | None = None,
+    teacher: Teacher | None = None,
 ) -> flow.Workflow:
     """The adapter's workflow for training: given answers for the first versions, then its own. Raises ConfigError.
 
-    Its groups have the baseline that the algorithm compares with, if it does.
+    Its groups have the baseline that the algorithm compares with, and the log-probabilities of ``teacher``, if it does.
     """
     rollouts = build_workflow(adapter.workflow, context, sessions, folder, workers)
     if adapter.algorithm.has_baseline:
         alone = replace(context, sampling=flow.greedy(context.sampling))
         greedy = build_workflow(adapter.workflow, alone, sessions, folder, workers)
         rollouts = flow.WithBaseline(answers=rollouts, greedy=greedy)
+    if teacher is not None:
+        rollouts = WithTeacher(answers=rollouts, teacher=teacher, hold_s=adapter.sampling.timeout_s)
     if not adapter.sft.steps:
         return rollouts
     return flow.GivenFirst(

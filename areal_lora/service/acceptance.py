@@ -59,7 +59,7 @@ MAX_NAMES, MAX_LENGTH = 64, 256
 
 def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: str) -> AdapterConfig:
     """``adapter`` with the whole paths of the tenant's files. Raises RequestError for what it may not name."""
-    for refused in (*_code(adapter, offered), *_judges(adapter, offered), *_sizes(adapter, quota)):
+    for refused in (*_code(adapter, offered), *_served(adapter, offered), *_sizes(adapter, quota)):
         raise refused
     evals = list(adapter.evals)
     for i, each in enumerate(evals):
@@ -87,17 +87,15 @@ def _code(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
             yield RequestError(key, "user code runs as the user of the run, and this code is not offered", fix)
 
 
-def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
-    """Addresses that scorers would request, and keys that they would send there."""
-    for key, reward in sections.reward_keys("", adapter.reward):
-        if not isinstance(reward, sections.JudgeReward):
-            continue
-        if reward.url not in offered.judges:
+def _served(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[RequestError]:
+    """Addresses that scorers and teachers would request, and keys that they would send there."""
+    for key, model in adapter.served_models():
+        if model.url not in offered.judges:
             choices = ", ".join(offered.judges) or "none"
-            yield RequestError(f"{key}.url", "this judge is not offered", f"use one that is: {choices}")
-        elif reward.key_env is not None and reward.key_env != offered.judges[reward.url]:
-            fix = "leave it out, or use the variable that the operator offers for this judge"
-            yield RequestError(f"{key}.key_env", "this variable is not offered for the judge", fix)
+            yield RequestError(f"{key}.url", "this model is not offered", f"use one that is: {choices}")
+        elif model.key_env is not None and model.key_env != offered.judges[model.url]:
+            fix = "leave it out, or use the variable that the operator offers for this model"
+            yield RequestError(f"{key}.key_env", "this variable is not offered for the model", fix)
 
 
 def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:

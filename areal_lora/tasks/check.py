@@ -75,7 +75,7 @@ def _problem(
         return ConfigError(path, error.reason, error.fix)
     without = next((sample for sample in samples if not sample.gold.strip()), None)
     for place, reward in sections.reward_keys(f"{at}.", rewards):
-        if without is not None and isinstance(reward, sections.BuiltInReward):
+        if without is not None and isinstance(reward, sections.BuiltInReward) and reward.kind != "none":
             return ConfigError(
                 f"{place}.kind",
                 f"{reward.kind} compares with a gold answer, and {without.uid} has none",

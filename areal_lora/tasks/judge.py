@@ -1,27 +1,25 @@
-"""The reward ``kind: judge``: a language model behind an OpenAI-compatible API scores the answer.
+"""Rewards by models that others serve, ``kind: judge`` and ``kind: model``. They run in scorer processes with network.
 
-It runs in a scorer process with network. A reply is kept by everything in the request: address, model, messages and
-all parameters. What cannot be answered raises `JudgeFault`: the answer is an ``error``, never reward 0.
+A judge is a language model behind an OpenAI-compatible API that scores the answer. A reply is kept by everything in the
+request: address, model, messages and all parameters. A reward model is a sequence classifier behind vLLM's
+``/classify``, ``/score`` or ``/pooling``. What cannot be answered raises `ApiFault`: the answer is an ``error``, never
+reward 0.
 """
 
 import asyncio
 import hashlib
 import json
 import math
-import os
-import random
 import re
 import sqlite3
-import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from areal_lora.errors import ConfigError
+from areal_lora.network.api_client import ApiClient, ApiLimits
 from areal_lora.types import gold_text
 
 FILE = "replies.sqlite"
@@ -56,20 +54,13 @@ class JudgeCache:
         return True
 
 
-LARGEST_REPLY_BYTES = 1 << 20
 LOWEST, HIGHEST = 0.0, 10.0  # scores, which become reward 0 and 1
 READ_CHARACTERS = 1 << 16  # of a reply's end
-LONGEST_PAUSE_S = 60.0
-RETRIED = frozenset({408, 409, 425, 429})
 _NAME = re.compile(r"\{(\w+)\}")
 
 
-class JudgeFault(Exception):
-    """The judge gave no score for an answer; the text is the reason."""
-
-
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.task.JudgeReward`` that matter here, and `scorer_setup.JUDGE_LIMITS`."""
+    """The keys of ``config.sections.task.JudgeReward`` that matter here, and a process's share of open requests."""
 
     url: str
     model: str
@@ -79,11 +70,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     json_field: str | None
     pattern: str
     parameters: dict[str, Any]
-    workers: int
-    attempt_s: float
-    attempts: int
-    backoff_s: float
-    concurrency: int
+    limits: ApiLimits
 
 
 class _Message(msgspec.Struct):
@@ -104,14 +91,6 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _TryAgain(Exception):
-    """An attempt failed in a way that the next one may not. ``after_s``: the server's wish."""
-
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
-
-
 class LlmJudge:
     """Call it with an answer; it returns the score between 0 and 1. ``kept`` is the folder of the cache.
 
@@ -120,21 +99,13 @@ class LlmJudge:
 
     def __init__(self, settings: JudgeSettings, kept: Path | None) -> None:
         self._settings = settings
-        self._headers = {"Content-Type": "application/json"}
-        self._key = ""
-        if settings.key_env is not None:
-            self._key = os.environ.get(settings.key_env, "")
-            if not self._key:
-                raise ConfigError("reward.key_env", f"the environment variable {settings.key_env} is not set")
-            self._headers["Authorization"] = f"Bearer {self._key}"
+        self._client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
+        self._costs = self._client.costs
         self._cache = None if kept is None else JudgeCache(kept)
-        self._slots = asyncio.Semaphore(max(1, settings.concurrency // settings.workers))
         self._asked: dict[str, asyncio.Task[tuple[str, float]]] = {}
-        self._session: aiohttp.ClientSession | None = None
-        self._costs: defaultdict[str, float] = defaultdict(float)
 
     async def __call__(self, completion: str, prompt: str, answer: Any, columns: dict[str, Any]) -> float:
-        """The score of ``completion``, scaled to [0, 1]. Raises JudgeFault."""
+        """The score of ``completion``, scaled to [0, 1]. Raises ApiFault, ValueError for a column that is not there."""
         self._costs["answers"] += 1
         fields = {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
         body = self._body(fields)
@@ -150,7 +121,8 @@ class LlmJudge:
                 return _scaled(score)
         # Equal answers of a batch are sent once; a caller that runs out of time does not end the others' request.
         if (task := self._asked.get(key)) is None:
-            task = self._asked[key] = asyncio.create_task(self._ask(body))
+            request = self._client.post("/chat/completions", body.encode(), self._read)
+            task = self._asked[key] = asyncio.create_task(request)
             task.add_done_callback(lambda _: self._asked.pop(key, None))
         else:
             self._costs["cached"] += 1
@@ -161,8 +133,7 @@ class LlmJudge:
 
     def take_costs(self) -> dict[str, float]:
         """What was spent since the last call: answers, calls, tokens, milliseconds."""
-        costs, self._costs = dict(self._costs), defaultdict(float)
-        return costs
+        return self._client.take_costs()
 
     def _body(self, fields: Mapping[str, Any]) -> str:
         s = self._settings
@@ -176,85 +147,23 @@ class LlmJudge:
         }
         return json.dumps(body, sort_keys=True)
 
-    async def _ask(self, body: str) -> tuple[str, float]:
-        s, reason = self._settings, ""
-        for attempt in range(s.attempts):
-            try:
-                async with self._slots:
-                    reply = await self._attempt(body)
-                return reply, read_score(reply, s)
-            except _TryAgain as error:
-                reason, wish_s = str(error), error.after_s
-            except ValueError as error:
-                reason, wish_s = f"unreadable reply: {error}", 0.0
-            if attempt + 1 < s.attempts:
-                self._costs["retries"] += 1
-                pause_s = s.backoff_s * 2**attempt * random.uniform(0.75, 1.25)
-                await asyncio.sleep(min(max(pause_s, wish_s), LONGEST_PAUSE_S))
-        raise JudgeFault(f"no score in {s.attempts} attempts, the last: {reason}")
-
-    async def _attempt(self, body: str) -> str:
-        """One request. Raises _TryAgain, JudgeFault."""
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._settings.attempt_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=True)
-        self._costs["calls"] += 1
-        began_s = time.monotonic()
-        url = self._settings.url.rstrip("/") + "/chat/completions"
-        try:
-            # Redirects are not followed: the key belongs to this address.
-            async with self._session.post(
-                url, data=body.encode(), headers=self._headers, allow_redirects=False
-            ) as response:
-                status, wish = response.status, response.headers.get("Retry-After", "")
-                text = await _bounded(response)
-        except TimeoutError:
-            raise _TryAgain(f"no reply within {self._settings.attempt_s:g} s") from None
-        except aiohttp.ClientError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
-        finally:
-            self._costs["ms"] += 1000 * (time.monotonic() - began_s)
-        if status in RETRIED or status >= 500:
-            raise _TryAgain(f"HTTP {status}", float(wish) if wish.isdigit() else 0.0)
-        if status != 200:
-            raise JudgeFault(f"HTTP {status}: {self._without_key(text)}")
-        return self._read(text)
-
-    def _read(self, text: bytes) -> str:
-        """Raises _TryAgain for what is no chat completion."""
-        try:
-            made = msgspec.json.decode(text, type=_Completion)
-            content = made.choices[0].message.content
-        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
-            raise _TryAgain(f"no chat completion: {self._without_key(text)}") from None
-        usage = made.usage or _Usage()
+    def _read(self, reply: bytes) -> tuple[str, float]:
+        """The text and its score. Raises ValueError or msgspec's errors for what is no chat completion with a score."""
+        made = msgspec.json.decode(reply, type=_Completion)
+        content, usage = made.choices[0].message.content, made.usage or _Usage()
         self._costs["prompt_tokens"] += usage.prompt_tokens
         self._costs["completion_tokens"] += usage.completion_tokens
         if content is None:
-            raise _TryAgain("the reply has no text")
-        return content
-
-    def _without_key(self, text: bytes) -> str:
-        shown = " ".join(text[:2000].decode(errors="replace").split())
-        return (shown.replace(self._key, "***") if self._key else shown)[:200]
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST_REPLY_BYTES:
-            raise _TryAgain(f"a reply of more than {LARGEST_REPLY_BYTES >> 20} MiB")
-    return b"".join(parts)
+            raise ValueError("it has no text")
+        return content, read_score(content, self._settings)
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
-    """``template`` with ``{name}`` replaced once: braces in the values stay. Raises JudgeFault for an unknown name."""
+    """``template`` with ``{name}`` replaced once: braces in the values stay. Raises ValueError for an unknown name."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in fields:
-            raise JudgeFault(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
+            raise ValueError(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
         found = fields[match[1]]
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
@@ -293,3 +202,67 @@ def _last_object(text: str) -> dict[str, Any]:
             found = value
         at = text.find("{", end)
     return found
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of ``config.sections.task.ModelReward`` that matter here, and a process's share of open requests."""
+
+    url: str
+    model: str
+    key_env: str | None
+    input: str | None
+    label: int
+    limits: ApiLimits
+
+
+class _Verdict(msgspec.Struct):
+    """Of ``/classify``, ``/score`` or ``/pooling``; the last has a row of each token from models of tokens."""
+
+    probs: Sequence[float] | None = None
+    score: float | None = None
+    data: Sequence[float | list[float]] | None = None
+
+
+class _Reply(msgspec.Struct):
+    data: list[_Verdict]
+
+
+class RewardModel:
+    """Call it with an answer; it returns the logit of the class. Raises ConfigError for a key that is not set."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
+
+    async def __call__(
+        self, completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
+    ) -> float:
+        """Raises ApiFault, ValueError for a column that is not there."""
+        s, fields = self._settings, {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
+        text = None if s.input is None else fill(s.input, fields)
+        body: dict[str, Any]
+        if s.url.endswith("/score"):
+            body = {"text_1": prompt, "text_2": completion if text is None else text}
+        else:
+            body = {"messages": messages} if text is None else {"input": text}
+        self._client.costs["answers"] += 1
+        encoded = msgspec.json.encode({"model": s.model, **body, "use_activation": False})
+        return await self._client.post("", encoded, partial(class_score, label=s.label))
+
+    def take_costs(self) -> dict[str, float]:
+        """What was spent since the last call: answers, calls, milliseconds."""
+        return self._client.take_costs()
+
+
+def class_score(reply: bytes, label: int) -> float:
+    """The score of class ``label`` of one answer. Raises msgspec's errors, ValueError, IndexError."""
+    [made] = msgspec.json.decode(reply, type=_Reply).data
+    if made.score is not None:
+        return made.score
+    row = made.data if made.probs is None else made.probs
+    if not row:
+        raise ValueError("it states no score")
+    score = (row[-1] if isinstance(row[-1], list) else row)[label]
+    if isinstance(score, list):
+        raise ValueError("rows and numbers are mixed")
+    return score

@@ -203,10 +203,11 @@ def reward_call(
     kept: str | None = None,
     scratch: str | None = None,
 ) -> RewardCall:
-    """Load a reward: the function at ``path`` is imported, ``settings`` are a judge's or code reward's configuration.
+    """Load a reward: the function at ``path`` is imported.
 
-    ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written. Raises EnvironmentError_ if a
-    package is missing, ConfigError if the function cannot be loaded or a key is not set.
+    ``settings`` are the keys of a judge, reward model or code reward. ``kept`` is the folder of a judge's cache,
+    ``scratch`` a folder that may be written. Raises EnvironmentError_ if a package is missing, ConfigError if the
+    function cannot be loaded or a key is not set.
     """
     match kind:
         case "numeric_match":
@@ -225,6 +226,13 @@ def reward_call(
 
             judge = LlmJudge(msgspec.convert(settings, JudgeSettings), None if kept is None else Path(kept))
             return RewardCall.of(judge, kind, judge.take_costs)
+        case "model":
+            from areal_lora.tasks.judge import ModelSettings, RewardModel
+
+            model = RewardModel(msgspec.convert(settings, ModelSettings))
+            return RewardCall.of(model, kind, model.take_costs)
+        case "none":
+            return RewardCall.of(_nothing, kind)
         case "code":
             from areal_lora.tasks.code_reward import CodeRunner, CodeSettings
 
@@ -233,6 +241,11 @@ def reward_call(
     if path is None:
         raise ConfigError("reward.kind", f"there is no reward {kind!r}")
     return RewardCall.of(load_import_path(path), path)
+
+
+def _nothing(completion: str) -> float:
+    """The reward of every answer where rewards are not trained on."""
+    return 0.0
 
 
 def _by_text(match: Callable[[str, str], bool]) -> Callable[[str, Any], bool]:

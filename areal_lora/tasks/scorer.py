@@ -35,7 +35,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.sections.task import JudgeReward, RewardConfig, labels
+from areal_lora.config.sections.section import ServedModel
+from areal_lora.config.sections.task import RewardConfig, labels
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
 from areal_lora.tasks.reward_calls import Score, ScoreItem, Style, Traces
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
@@ -69,7 +70,7 @@ class ScorerPool:
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
         self.setup = setup_of(reward, None if hidden is None else hidden.absolute())
-        self.key_env = reward.key_env if isinstance(reward, JudgeReward) else None
+        self.key_env = reward.key_env if isinstance(reward, ServedModel) else None
         self._costs: dict[str, float] = {}
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
@@ -197,10 +198,10 @@ class _Child:
     async def spawn(cls, pool: ScorerPool) -> Self:
         setup, key_env = pool.setup, pool.key_env
         environment = {"PATH": os.defpath}
-        if setup.kind == "judge":
+        if setup.is_served:
             names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
             environment |= {name: os.environ[name] for name in names if name in os.environ}
-        if setup.scratch_bytes and setup.kind != "judge":
+        if setup.scratch_bytes and not setup.is_served:
             scratch = tempfile.mkdtemp(prefix=f"areal-lora-reward-{os.getpid()}-")
             setup = msgspec.structs.replace(setup, scratch=scratch)
             environment |= {"TMPDIR": scratch, "HOME": scratch}

@@ -41,8 +41,8 @@ class Setup(Doors, frozen=True, kw_only=True):
     """First message. ``path`` is the function of kind ``function``.
 
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
-    ``correct_threshold`` is the configured one (see `rewards.grade`). ``settings`` are the keys of a judge or code
-    reward, ``kept`` the folder of a judge's cache.
+    ``correct_threshold`` is the configured one (see `rewards.grade`). ``settings`` are the keys of a judge, reward
+    model or code reward, ``kept`` the folder of a judge's cache.
     """
 
     kind: str
@@ -53,6 +53,11 @@ class Setup(Doors, frozen=True, kw_only=True):
     parent_pid: int
     search_path: tuple[str, ...]
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a model that others serve scores: no user code runs."""
+        return self.kind in ("judge", "model")
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,8 +189,8 @@ class Judge:
             if isinstance(error, TimeoutError) and self.call.style is Style.ASYNC:
                 score = Score.fault(Outcome.TIMEOUT, too_long(self.setup.timeout_s))
             else:
-                judge, alone = self.setup.kind == "judge", not self.setup.network
-                cause = Cause.OTHER if judge else cause_of(error, alone=alone)
+                alone = not self.setup.network
+                cause = Cause.OTHER if self.setup.is_served else cause_of(error, alone=alone)
                 score = Score.fault(Outcome.ERROR, describe(error, self.call.function), cause)
                 raised = trace(error)
         if threads() - before:

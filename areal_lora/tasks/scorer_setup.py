@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.sections.task import CodeReward, FunctionReward, JudgeReward, RewardConfig
+from areal_lora.config.sections.task import CodeReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
+from areal_lora.network.api_client import ApiLimits
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox.fence import PARENT_PID, boxed
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
@@ -18,9 +19,9 @@ CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24
 MEMORY_BYTES, SCRATCH_BYTES = 1 << 30, 1 << 24
 """Address space of a scorer beyond its size after loading; largest file in a function's private temporary folder."""
-JUDGE_LIMITS = {"attempt_s": 60.0, "attempts": 5, "backoff_s": 1.0, "concurrency": 16}
-"""Seconds of one attempt, attempts per answer, pause before the second one (it doubles), open requests of all scorers:
-a hosted API answers within a minute and refuses more at a time than its rate allows, whatever the run."""
+API_LIMITS = ApiLimits(attempt_s=60.0, attempts=5, backoff_s=1.0, concurrency=16)
+"""Of all scorers: a hosted API answers within a minute and refuses more requests at a time than its rate allows,
+whatever the run."""
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +47,20 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
                 network=reward.network,
                 processes=ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE,
             )
-        case JudgeReward():
-            kept = None
-            if hidden is not None:
-                kept = RunFolder(hidden).judge
-                kept.mkdir(mode=0o700, exist_ok=True)
-            return msgspec.structs.replace(
+        case JudgeReward() | ModelReward():
+            share = max(1, API_LIMITS.concurrency // reward.workers)
+            limits = msgspec.to_builtins(msgspec.structs.replace(API_LIMITS, concurrency=share))
+            setup = msgspec.structs.replace(
                 setup,
                 correct_threshold=reward.correct_threshold,
-                scratch_bytes=CACHE_BYTES,
                 network=True,
-                settings=reward.model_dump() | JUDGE_LIMITS,
-                kept=None if kept is None else str(kept),
+                settings=reward.model_dump() | {"limits": limits},
             )
+            if hidden is None or not isinstance(reward, JudgeReward):
+                return setup
+            kept = RunFolder(hidden).judge
+            kept.mkdir(mode=0o700, exist_ok=True)
+            return msgspec.structs.replace(setup, scratch_bytes=CACHE_BYTES, kept=str(kept))
         case CodeReward():
             return msgspec.structs.replace(
                 setup, scratch_bytes=PROGRAM_BYTES, processes=ProcessPolicy.MANY, settings=reward.model_dump()

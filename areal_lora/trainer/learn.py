@@ -57,14 +57,14 @@ class LearnReport:
 def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
     """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities and values [T].
 
-    The reference is the base model with the adapter off, or a frozen version (contract C11). Collective over all
-    ranks.
+    The reference is the base model with the adapter off, or a frozen version (contract C11). A teacher has scored its
+    batches before; one of given answers alone, which have no divergence, has the base's. Collective over all ranks.
     """
     temperature = adapter.config.sampling.temperature
     # With dropout the training pass is no score of the policy: what is compared with the record needs one.
     if adapter.algorithm.needs_prox or adapter.config.dropout:
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
-    if adapter.algorithm.needs_ref:
+    if adapter.algorithm.needs_ref and batch.ref_logprobs is None:
         reference = reference_of(adapter)
         batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=reference, temperature=temperature))
     if critic := critic_of(adapter):

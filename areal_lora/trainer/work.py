@@ -101,8 +101,8 @@ Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Ope
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""
 
-_encode = msgspec.msgpack.Encoder(enc_hook=lambda columns: None).encode
-_decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, _: np.empty((2, 0), np.int32)).decode
+_encode = msgspec.msgpack.Encoder(enc_hook=len).encode
+_decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, n: np.empty((n, 0), np.int32)).decode
 """Without a batch's columns, the only array in a message: each rank receives its own (`next_work.batch_of`)."""
 
 

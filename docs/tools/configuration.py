@@ -103,24 +103,34 @@ It reports each problem in one line. The exit code is then 64, or 69 if a requir
 
 def render() -> str:
     """Return the whole page as Markdown."""
-    return INTRO + "".join(_section(Config, "")) + "\n"
+    return INTRO + "".join(_section(Config, "", "", set())) + "\n"
 
 
-def _section(section: type[Section], prefix: str, description: str = "") -> Iterator[str]:
+def _section(section: type[Section], prefix: str, description: str, known: set[str]) -> Iterator[str]:
+    """``known`` has the rows of the sections that may be in its place, and gets its own."""
     fields = section.model_fields
     scalars = {name: field for name, field in fields.items() if not models.variants(field)}
     if scalars:
         yield f"\n## `{prefix.rstrip('.')}`{_chosen_by(section)}\n\n"
         if description:
             yield f"{description}\n\n"
+        rows = {name: _row(name, field) for name, field in scalars.items()}
+        if above := [f"`{name}`" for name, row in rows.items() if row in known]:
+            yield f"As above: {', '.join(above)}.\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
-        for name, field in scalars.items():
-            description = " ".join((field.description or "").split()).replace("|", "\\|")
-            yield f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
+        yield from (row for row in rows.values() if row not in known)
+        known |= {*rows.values()}
     for name, field in fields.items():
         below = f"{prefix}{name}[]." if get_origin(field.annotation) is list else f"{prefix}{name}."
+        description, rows_above = " ".join((field.description or "").split()), set[str]()
         for option in models.variants(field):
-            yield from _section(option, below, " ".join((field.description or "").split()))
+            yield from _section(option, below, description, rows_above)
+            description = ""
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    description = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
 
 
 def _chosen_by(section: type[Section]) -> str:

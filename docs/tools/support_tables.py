@@ -59,6 +59,7 @@ _ROWLESS_MERGED = f"{_ROWLESS_TESTS}::test_scores_like_merged_weights"
 _ROWLESS_SERVER = f"{_ROWLESS_TESTS}::test_a_real_server_scores_a_published_adapter_alike"
 _NAMES = "tests/unit/families/test_sites_checkpoints.py::test_names_and_sizes_are_those_of_the_checkpoint"
 _OVERLAY = "tests/e2e/test_overlays.py::test_an_algorithm_learns_the_task"
+_DISTILLED = "tests/e2e/test_overlays.py::test_distillation_from_a_served_version_learns_the_task"
 _SHORT_FSDP = "tests/e2e/test_overlays.py::test_given_answers_and_then_rollouts_with_the_fsdp_engine"
 _ENTROPY = "tests/unit/engine/layers/test_output.py::test_whole_vocabulary"
 _CRITIC_RUN = "tests/e2e/test_critic_run.py::test_every_step_trains_the_critic_also_after_the_resume"
@@ -78,6 +79,10 @@ _KIND_OF = {"qwen3_moe": "", "qwen3": "dense"}
 _LOSS_OF = {"gspo": "gspo", "cispo": "cispo", "opo": "reinforce", "gpg": "reinforce", "remax": "reinforce"}
 _LOSS_OF |= {"tis": "TIS", "mis": "MIS of sequences", "geo_mis": "MIS of geometric means", "icepop": "IcePop"}
 _LOSS_OF |= {"sapo": "sapo", "dppo": "dppo"}
+_DISTILL = (
+    "tests/unit/algorithms/test_advantages_credit.py::"
+    "test_distillation_adds_each_tokens_reverse_divergence_to_its_own_advantage"
+)
 _GAE = "tests/unit/algorithms/test_advantages.py::test_gae_equals_the_sum_of_its_definition"
 
 
@@ -149,7 +154,7 @@ def _rowless(kind: str) -> Tests:
 
 def _arithmetic(kind: str) -> Tests:
     advantage = str(_PRESETS[kind].get("advantage", "grpo"))
-    of_answers = _GAE if advantage == "gae" else f"{_ADVANTAGE}[{advantage}]"
+    of_answers = {"gae": _GAE, "none": f"{_DISTILL}[none]"}.get(advantage, f"{_ADVANTAGE}[{advantage}]")
     return (of_answers, f"{_LOSS}[{_LOSS_OF.get(kind, 'ppo')}]")
 
 
@@ -262,6 +267,7 @@ ALGORITHMS = Table(
     rows=_KINDS,
     columns=ENGINES,
     tests={(kind, "megatron"): (f"{_OVERLAY}[{kind}]",) for kind in _KINDS}
+    | {("distill", "megatron"): (_DISTILLED,)}
     | {(kind, "fsdp"): _arithmetic(kind) for kind in _KINDS}
     | {("grpo", "fsdp"): (_SHORT_FSDP, "tests/e2e/test_overlays.py::test_the_fsdp_engine_learns_the_task")},
 )

@@ -12,7 +12,10 @@ from typing import get_args
 
 import pytest
 
+from areal_lora.cli.serve import served
+from areal_lora.config.recorded import read_config_here
 from areal_lora.config.sections.adapter import Kind
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import configs, forked_run
 from tests.support.paths import EXAMPLES
@@ -29,6 +32,7 @@ Learn = Callable[..., float]
 
 
 def run(root: Path, *arguments: str) -> Path:
+    root.mkdir(exist_ok=True)
     done = subprocess.run(
         forked_run(root, *arguments, f"run.root={root}", "run.name=overlay"),
         capture_output=True,
@@ -61,9 +65,26 @@ def learn(tmp_path_factory: pytest.TempPathFactory) -> Learn:
 
 
 @nightly
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", sorted({*get_args(Kind)} - {"distill"}))
 def test_an_algorithm_learns_the_task(learn: Learn, kind: str) -> None:
     assert learn(*([] if kind == "grpo" else [kind])) >= LEARNT
+
+
+@nightly
+def test_distillation_from_a_served_version_learns_the_task(tmp_path: Path) -> None:
+    """The teacher is what another run has made, behind vLLM's own server; no answer has a reward."""
+    quick = ("run.steps=10", "eval.every_steps=0", "rollout.max_model_len=288")
+    folder = RunFolder(run(tmp_path / "teacher", *configs(), *quick))
+    config = read_config_here(folder)
+    with served(folder, config, config.adapters[0], ["newest"], 0) as server:
+        keys = {"url": server.url, "model": server.models[0]}
+        teacher = [f"adapters.gsm8k.algorithm.reference.{key}={value}" for key, value in keys.items()]
+        student = run(tmp_path / "student", *configs("distill"), *quick[:2], *teacher)
+    accuracy = [record["accuracy"] for record in records(student) if record["kind"] == "eval"]
+    kl = [record["metrics"]["train/kl"] for record in records(student) if record["kind"] == "step"]
+    print(f"accuracy {accuracy}, divergence from the teacher {kl}")
+    assert accuracy[-1] >= LEARNT
+    assert kl[-1] < kl[0] / 2
 
 
 @nightly

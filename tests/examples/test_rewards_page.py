@@ -29,13 +29,13 @@ def load(number: int, folder: Path) -> Config:
 
 def test_the_rewards_of_the_page(tmp_path: Path) -> None:
     kinds = [[reward.kind for reward in load(i, tmp_path).adapters[0].rewards] for i in range(len(BLOCKS))]
-    assert kinds == [["function"], ["numeric_match", "function"], ["judge"], ["code"], ["function"]]
+    assert kinds == [["function"], ["numeric_match", "function"], ["judge"], ["model"], ["code"], ["function"]]
 
 
 def test_the_tests_of_the_code_reward_are_in_its_row(tmp_path: Path) -> None:
     [row] = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "rows.jsonl").write_text(row)
-    overlay = BLOCKS[3]
+    overlay = BLOCKS[4]
     columns = {"prompt": "prompt", "answer": None}
     overlay["adapters"][0]["task"] = {
         "kind": "dataset",

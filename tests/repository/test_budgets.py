@@ -25,7 +25,7 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 768,  # undo_on_error, which replaces eleven clean-ups in other rooms; refusals of weight sync; columns, parts
-    "algorithms": 1191,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means
+    "algorithms": 1203,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2300,  # serve-remote; sweep; plan --simulate; pages; two versions in a chat; workers in eval
     "config": 4367,  # engine_args; remote; groups of a job; trackers, page, cp, fsdp_shard; environments of others

@@ -65,6 +65,8 @@ def config_of(c: Combination) -> Config:
     asked = sorted(key for ask in c.needs for key in minimal.get(ask, ()))
     if c.algorithm == "dapo" and "greedy answers" in c.needs:
         asked.append("adapters.0.algorithm.drop_uniform=false")
+    if c.algorithm == "distill" and not {"KL to the base", "KL to a version"} & c.needs:
+        asked += [f"adapters.0.algorithm.reference.{key}" for key in ("url=http://teacher/v1", "model=large")]
     config = example(f"adapters.0.algorithm.kind={c.algorithm}", *asked)
     changes: dict[str, Any] = {}
     if c.layout == "none" and c.experts:

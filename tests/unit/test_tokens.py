@@ -66,6 +66,7 @@ def test_columns_without_routes_take_no_space_for_them_and_old_records_are_read(
         {"versions": b"1234567"},
         {"versions": np.array([(3, 2), (4, -1)], "<i4").tobytes()},
         {"versions": np.array([(-2, 1)], "<i4").tobytes()},
+        {"teacher": b"12345678"},
         {"versions": np.array([(3, 2)], "<i4").tobytes()},
     ],
 )

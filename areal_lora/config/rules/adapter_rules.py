@@ -157,7 +157,7 @@ def batches(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Fi
         yield Finding("sampling.prompts_per_step", reason, "raise it")
 
 
-UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae"})
+UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax", "gae", "none"})
 """Advantages that do not compare the answers of one prompt."""
 
 
@@ -209,6 +209,13 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
         yield "behaviour_cap", outside, "set it to 1 or more"
     if chosen.kl_coef and chosen.kl_in == "loss" and chosen.kl_estimator == "k1":
         yield "kl_estimator", "as a loss k1 has a gradient of mean zero", "use k2 or k3, or algorithm.kl_in=reward"
+    if chosen.kl_coef and chosen.kl_in == "advantage" and chosen.kl_estimator != "k1":
+        yield "kl_estimator", f"as an advantage {chosen.kl_estimator} is not the divergence's gradient", "use k1"
+    if chosen.advantage == "none" and chosen.drop_uniform:
+        yield "drop_uniform", "advantage none does not look at rewards", "set it to false"
+    if chosen.teacher and adapter.sampling.temperature != 1:
+        reason = "a served model states log-probabilities at temperature 1"
+        yield "reference", reason, "set sampling.temperature=1, or leave reference at base"
     if chosen.overlong_share and adapter.workflow.kind != "single_turn":
         reason = f"max_new_tokens limits one answer, and workflow {adapter.workflow.kind} has several per sample"
         yield "overlong_share", reason, "set it to 0, and shape the reward in the workflow"
@@ -216,6 +223,9 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
     if chosen.has_reference and not moves:
         reason = "the run starts at the base, and nothing renews the reference"
         yield "reference", reason, "leave it at base, or give init_from, sft.steps or reference_refresh_steps"
+    if chosen.advantage == "none" and (not chosen.kl_coef or (chosen.reference == "base" and not moves)):
+        reason = "nothing is learned: advantage none has no reward, and the run starts at the reference"
+        yield "reference", reason, "give url and model of a teacher"
     if chosen.has_baseline and chosen.drop_uniform:
         reason = "a group whose answers have equal rewards still differs from its greedy answer"
         yield "drop_uniform", reason, "set it to false"
@@ -234,8 +244,8 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if not chosen.kl_coef:
         for key in ("kl_estimator", "kl_in", "kl_target", "reference", "reference_refresh_steps"):
             yield key, "kl_coef is 0"
-    elif chosen.reference == "base":
-        yield "reference_refresh_steps", "reference is base, which no version replaces"
+    elif not chosen.has_reference:
+        yield "reference_refresh_steps", "no version replaces this reference"
     if not chosen.has_critic:
         for key in ("gamma", "gae_lambda", "critic_lr", "critic_rank"):
             yield key, f"advantage {chosen.advantage} has no critic"

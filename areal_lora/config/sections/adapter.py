@@ -7,20 +7,21 @@ of the keys are those of ``grpo``, so a row holds only what differs. Sources of 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
-from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
+from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 # fmt: off
 Kind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "dapo", "gspo", "cispo", "tis",
     "mis", "geo_mis", "icepop", "sapo", "dppo", "maxrl", "remax", "ppo",
+    "distill",
 ]
 AdvantageName = Literal[
     "grpo", "dr_grpo", "maxrl", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch",
-    "group_mean_batch_std", "remax", "gae",
+    "group_mean_batch_std", "remax", "gae", "none",
 ]
 # fmt: on
 LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo"]
@@ -51,6 +52,7 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     "remax": {"advantage": "remax", "loss": "reinforce", "kl_estimator": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
+    "distill": {"advantage": "none", "kl_coef": 1.0, "kl_estimator": "k1", "kl_in": "advantage"},
 }
 
 
@@ -83,16 +85,20 @@ class AlgorithmConfig(Section):
     critic_rank: PositiveInt | None = None
     """Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
-    reference: Literal["base", "initial"] = "base"
+    reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)] = (
+        Field(
+            "base", discriminator=Discriminator(lambda value: tasks.NAMED if isinstance(value, str) else tasks.SERVED)
+        )
+    )
     """`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the version after
-    `sft.steps`."""
+    `sft.steps`; a section: a teacher of the same vocabulary, on a server."""
     reference_refresh_steps: PositiveInt | None = None
     """Every so many versions the newest one becomes the reference; unset: never."""
     kl_target: PositiveFloat | None = None
     """KL divergence per token to aim at: each step changes the weight by at most 2 %; unset: fixed."""
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL divergence to the loss, or subtract it from the reward."""
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """Add the KL divergence to the loss, or subtract it from the reward, or token by token from the advantage."""
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = "token"
     """Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."""
@@ -119,6 +125,11 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0 and self.reference == "initial"
 
     @property
+    def teacher(self) -> ServedModel | None:
+        """The reference, if it is a model that others serve."""
+        return self.reference if self.kl_coef > 0 and isinstance(self.reference, ServedModel) else None
+
+    @property
     def has_baseline(self) -> bool:
         """Whether groups have a greedy answer beside those that are trained on."""
         return self.advantage == "remax"
@@ -130,7 +141,7 @@ class AlgorithmConfig(Section):
     def changed(self) -> dict[str, Any]:
         """The keys whose values are not those of the preset."""
         preset = AlgorithmConfig(kind=self.kind)
-        return {name: value for name, value in self if value != getattr(preset, name)}
+        return {name: value for name, value in self.model_dump().items() if value != getattr(preset, name)}
 
 
 class SftConfig(Section):
@@ -240,6 +251,12 @@ class AdapterConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two rewards are called {twice[0]!r}: give each a name of its own")
         return self
+
+    def served_models(self, at: str = "") -> list[tuple[str, ServedModel]]:
+        """What its rewards and reference request, with the key of each below ``at`` (empty, or with a dot last)."""
+        rewards = [(k, each) for k, each in tasks.reward_keys(at, self.reward) if isinstance(each, ServedModel)]
+        teacher = self.algorithm.teacher
+        return rewards + ([(f"{at}algorithm.reference", teacher)] if teacher else [])
 
     @property
     def eval_sets(self) -> list[tasks.EvalSetConfig]:

@@ -326,7 +326,7 @@ class ApiConfig(Section):
     """User code that tenants may name, like `package.module:name` or `/folder/file.py:name`, and `code` for the reward
     of that kind, whose tests are programs in the tenants' rows."""
     judges: dict[str, str | None] = Field({})
-    """Base URLs of judges that tenants may use, each with the variable of its key, or null."""
+    """URLs of judges, reward models and teachers that tenants may use, each with the variable of its key, or null."""
     quota: QuotaConfig = QuotaConfig()
 
 

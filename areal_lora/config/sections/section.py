@@ -1,8 +1,11 @@
 """Base class of all sections of the configuration, and the types that several of them use."""
 
-from typing import Annotated
+from typing import Annotated, Self
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from areal_lora.network.addresses import on_loopback
 
 
 def _of_64_bits(value: int) -> int:
@@ -28,6 +31,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class ServedModel(Section):
+    """A model that others serve. Its key is in no file: the configuration names a variable."""
+
+    url: str = Field(pattern=r"^https?://", description="Base URL of an OpenAI-compatible API, `https://host/v1`.")
+    model: str = Field(description="The model's name there.")
+    key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable with the API key; no key is sent if unset."""
+
+    @model_validator(mode="after")
+    def _key_is_encrypted(self) -> Self:
+        if self.key_env and self.url.startswith("http://") and not on_loopback(urlsplit(self.url).hostname or ""):
+            raise ValueError("url would send the key unencrypted: use https, or leave key_env out")
+        return self
+
+
 def described(pattern: str) -> str:
     """The words for a pattern, for the line that refuses a value."""
     return _PATTERNS.get(pattern, f"a text that matches {pattern}")
@@ -42,4 +60,5 @@ _PATTERNS = {
     r"^[^\r\n]+$": "one line of text",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
     r"^https?://": "a URL that starts with https:// or http://",
+    r"^https?://.*/(classify|score|pooling)$": "a URL that ends with /classify, /score or /pooling",
 }

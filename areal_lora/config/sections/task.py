@@ -4,13 +4,20 @@ the sets of held-out problems."""
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, Arguments, NonNegFloat, PositiveInt, Scalar, Section
-from areal_lora.network.addresses import on_loopback
+from areal_lora.config.sections.section import (
+    NAME,
+    Arguments,
+    NonNegFloat,
+    NonNegInt,
+    PositiveInt,
+    Scalar,
+    Section,
+    ServedModel,
+)
 
 
 class PromptFormat(Section):
@@ -194,8 +201,8 @@ class EvalSetConfig(Section):
         return self
 
 
-ONE, SEVERAL = "(one)", "(several)"
-"""Tags of the two spellings in pydantic's locations; no key is called so."""
+ONE, SEVERAL, NAMED, SERVED = TAGS = "(one)", "(several)", "(named)", "(served)"
+"""Tags of spellings in pydantic's locations; no key is called so."""
 
 _CORRECT = (
     "Smallest reward of a correct answer, where the reward does not state `correct` itself; "
@@ -214,8 +221,8 @@ class RewardSection(Section):
 
 
 class BuiltInReward(RewardSection):
-    kind: Literal["numeric_match", "math_verify"] = "numeric_match"
-    """The last number is the answer's, or Math-Verify finds both equal."""
+    kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
+    """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
 
 
 class FunctionReward(RewardSection):
@@ -229,14 +236,10 @@ class FunctionReward(RewardSection):
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
 
-class JudgeReward(RewardSection):
+class JudgeReward(ServedModel, RewardSection):
     kind: Literal["judge"] = "judge"
-    url: str = Field(pattern=r"^https?://", description="Base URL of an OpenAI-compatible API, `https://host/v1`.")
-    model: str = Field(description="Model that judges.")
     prompt: str = Field(description="The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced.")
     system_prompt: str | None = Field(None, description="System message before the question.")
-    key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
-    """Environment variable with the API key; no key is sent if unset."""
     json_field: str | None = None
     """Read the score from this field of the reply's last JSON object, instead of by `pattern`."""
     pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
@@ -257,13 +260,19 @@ class JudgeReward(RewardSection):
             raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
         if groups < 1:
             raise ValueError("pattern has no group: put the number into parentheses")
-        if (
-            self.key_env is not None
-            and self.url.startswith("http://")
-            and not on_loopback(urlsplit(self.url).hostname or "")
-        ):
-            raise ValueError("url would send the key unencrypted: use https, or leave key_env out")
         return self
+
+
+class ModelReward(ServedModel, RewardSection):
+    kind: Literal["model"] = "model"
+    url: str = Field(pattern=r"^https?://.*/(classify|score|pooling)$")
+    """URL of vLLM's `.../classify`, `.../score` or `.../pooling`."""
+    input: str | None = None
+    """Text that is scored, filled in like a judge's `prompt`; unset: the chat, for `score` the answer alone."""
+    label: NonNegInt = Field(0, description="Class whose score, a logit, is the reward.")
+    timeout_s: PositiveFloat = 180.0
+    """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
+    correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
 
 class CodeReward(RewardSection):
@@ -286,7 +295,9 @@ class CodeReward(RewardSection):
         return self
 
 
-RewardConfig = Annotated[BuiltInReward | FunctionReward | JudgeReward | CodeReward, Field(discriminator="kind")]
+RewardConfig = Annotated[
+    BuiltInReward | FunctionReward | JudgeReward | ModelReward | CodeReward, Field(discriminator="kind")
+]
 
 
 RewardsConfig = Annotated[

@@ -125,8 +125,8 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
 def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tuple[TrainBatch, dict[int, int]]:
     """The batch of the next step with the token columns of this rank's part, and its staleness histogram in tokens.
 
-    Rank 0, which records the batch, has all columns. With a KL divergence in the reward every rank has:
-    advantages are computed from the log-probabilities of all tokens. Collective.
+    Rank 0, which records the batch, has all columns. With a KL divergence in the reward, or of a teacher, every rank
+    has: advantages are computed from the log-probabilities of all tokens. Collective.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
@@ -137,9 +137,9 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
     histogram = assert_staleness(packed.runs, state.version, state.adapter.run.max_staleness)
     batch = collate(packed, np.zeros(len(packed.rows), np.bool_) if others else None)
     held, of_ranks = trainer.engine.parts(batch, state.adapter.config.minibatches)
-    held |= bool(state.tuned.algorithm.shaping.kl_coef)
+    held |= bool(state.tuned.algorithm.shaping.kl_coef) or len(packed.columns) > 2
     own = held[of_ranks[exchange.rank]] & others
-    columns = np.empty((2, int(batch.cu_seqlens.diff().numpy() @ own)), np.int32)
+    columns = np.empty((len(packed.columns), int(batch.cu_seqlens.diff().numpy() @ own)), np.int32)
     with trainer.spans[state.name].span("exchange"):
         exchange.scatter(lambda part: packed.part(held[part]), of_ranks, columns)
         routes = None

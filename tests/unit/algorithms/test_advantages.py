@@ -27,7 +27,7 @@ from areal_lora.errors import AlignmentError
 SEEDS = range(5)
 Case = tuple[list[float], list[int], list[int]]
 
-GROUPED = sorted(set(ADVANTAGES) - {"reinforce_pp", "batch", "remax", "gae"})
+GROUPED = sorted(set(ADVANTAGES) - {"reinforce_pp", "batch", "remax", "gae", "none"})
 """They compare the answers of one prompt."""
 
 
@@ -112,6 +112,7 @@ ORACLES: dict[str, Callable[[Case, int], float]] = {
     "batch": lambda case, i: (case[0][i] - statistics.fmean(case[0])) / (statistics.stdev(case[0]) + 1e-6),
     "remax": lambda case, i: case[0][i] - _greedy(case[1][i]),
     "gae": lambda case, i: case[0][i],
+    "none": lambda case, i: 0.0,
     "group_mean_batch_std": lambda case, i: _dr_grpo(case, i) / (statistics.stdev(case[0]) + 1e-6),
 }
 

@@ -86,6 +86,18 @@ def test_token_advantages_equal_the_loop(name: str, shaping: Shaping, seed: int)
     assert got.tolist() == pytest.approx(_loop(name, shaping, rows), abs=2e-6), f"seed {seed}"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["none", "grpo", "reinforce_pp_baseline"])
+def test_distillation_adds_each_tokens_reverse_divergence_to_its_own_advantage(name: str, seed: int) -> None:
+    """log teacher - log behaviour times the weight, beside the rewards' advantage if there is one."""
+    rows = draw_rows(seed)
+    beside = [0.0] * sum(len(row.mask) for row in rows) if name == "none" else _loop(name, PLAIN, rows)
+    tokens = [(on, r - p) for row in rows for on, r, p in zip(row.mask, row.ref, row.rollout, strict=True)]
+    want = [a + 0.3 * gain * on for a, (on, gain) in zip(beside, tokens, strict=True)]
+    got = token_credit(ADVANTAGES[name], replace(PLAIN, kl_coef=0.3, kl_own=True), batch_of(rows)).advantages
+    assert got.tolist() == pytest.approx(want, abs=2e-6), f"seed {seed}"
+
+
 @pytest.mark.parametrize("discount", [Discount(gamma=1.0, lam=1.0), Discount(gamma=0.97, lam=0.9)])
 @pytest.mark.parametrize("shaping", [PLAIN, LIMITED])
 @pytest.mark.parametrize("seed", range(4))

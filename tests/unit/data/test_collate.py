@@ -58,6 +58,22 @@ def test_every_array_speaks_of_the_same_token() -> None:
     assert (batch.versions[~on] == -1).all()
 
 
+def test_a_teachers_column_speaks_of_the_same_tokens_and_given_answers_have_their_own() -> None:
+    def taught(trajectory: Trajectory) -> Trajectory:
+        scores = np.array([-token / 500 for token in trajectory.token_ids], "<f4")
+        return replace(trajectory, columns=msgspec.structs.replace(trajectory.columns, teacher=scores.tobytes()))
+
+    first, second = GROUPS[0].trajectories
+    group = replace(GROUPS[0], trajectories=(taught(first), second))
+    group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=TrajectoryGroup)  # as in the ledger
+    batch = collate(PackedGroups.of([group]))
+    assert batch.ref_logprobs is not None
+    assert torch.allclose(batch.ref_logprobs[:5], -batch.token_ids[:5] / 500)
+    assert torch.equal(batch.ref_logprobs[5:], batch.rollout_logprobs[5:])
+    assert torch.equal(select(batch, [1]).ref_logprobs, batch.ref_logprobs[5:])
+    assert collate(PACKED).ref_logprobs is None
+
+
 def test_select_moves_whole_sequences() -> None:
     batch = select(collate(PACKED), [2, 0])
     assert batch.cu_seqlens.tolist() == [0, 6, 11]

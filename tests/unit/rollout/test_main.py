@@ -11,15 +11,21 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from areal_lora.config.sections.adapter import AlgorithmConfig
+from areal_lora.errors import EnvironmentError_
+from areal_lora.network.api_client import ApiLimits
+from areal_lora.rollout import main
 from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts
+from areal_lora.rollout.teacher import Teacher
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
@@ -144,6 +150,18 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
         assert client._session.reminders.pending, "requested again"
+
+
+def test_a_teacher_that_does_not_answer_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    limits = ApiLimits(attempt_s=60.0, attempts=2, backoff_s=0.01, concurrency=1)
+    monkeypatch.setattr(main, "Teacher", partial(Teacher, limits=limits))
+    reference = {"url": "http://127.0.0.1:9/v1", "model": "large"}
+    chosen, plain = AlgorithmConfig(kind="distill", reference=reference), config(str(TINY_MODEL))
+    run = plain.model_copy(update={"adapters": [plain.adapters[0].model_copy(update={"algorithm": chosen})]})
+    data = main.load_data(run, RunFolder(tmp_path))
+    with pytest.raises(EnvironmentError_, match=r"the teacher large at http://127\.0\.0\.1:9/v1 .*fix: start it"):
+        asyncio.run(main.serve(run, RunFolder(tmp_path), data, asyncio.Event()))
 
 
 def test_it_imports_neither_torch_nor_numba() -> None:

@@ -76,6 +76,11 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
             },
             "reward.key_env",
         ),
+        (
+            {"algorithm": {"kind": "distill", "reference": {"url": "http://1.2.3.4", "model": "m"}}},
+            "algorithm.reference.url",
+        ),
+        ({"reward": {"kind": "model", "url": "http://169.254.169.254/score", "model": "m"}}, "reward.url"),
         (rows("/etc/passwd"), "task.train"),
         (rows("../bolt/own.jsonl"), "task.train"),
         (rows("../secret"), "task.train"),

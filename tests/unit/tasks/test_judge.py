@@ -10,8 +10,9 @@ import pytest
 
 from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
+from areal_lora.network.api_client import ApiLimits
 from areal_lora.tasks import scorer_setup
-from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
+from areal_lora.tasks.judge import JudgeSettings, fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
@@ -34,7 +35,7 @@ def limits(monkeypatch):
     """Sets limits that no key sets; quick ones unless a test gives others."""
 
     def put(**keys):
-        monkeypatch.setattr(scorer_setup, "JUDGE_LIMITS", QUICK | keys)
+        monkeypatch.setattr(scorer_setup, "API_LIMITS", ApiLimits(**QUICK | keys))
 
     put()
     return put
@@ -100,7 +101,7 @@ def test_it_asks_again_after_what_may_pass():
 
 
 FATAL = [
-    (lambda: (500, {}, b"no"), 3, "no score in 3 attempts, the last: HTTP 500"),
+    (lambda: (500, {}, b"no"), 3, "no answer in 3 attempts, the last: HTTP 500"),
     (lambda: said("Score: high"), 3, "it states no score"),
     (lambda: (401, {}, f"wrong key {KEY}".encode()), 1, "HTTP 401: wrong key ***"),
     (lambda: (302, {"Location": "http://127.0.0.1:9/"}, b""), 1, "HTTP 302"),
@@ -188,7 +189,7 @@ def test_what_the_configuration_refuses(keys, words):
 
 
 def settings(**keys) -> JudgeSettings:
-    return msgspec.convert(judge("https://x/v1", **keys).model_dump() | QUICK, JudgeSettings)
+    return msgspec.convert(judge("https://x/v1", **keys).model_dump() | {"limits": QUICK}, JudgeSettings)
 
 
 @pytest.mark.parametrize(
@@ -211,5 +212,5 @@ def test_no_score_in_json(text):
 
 def test_a_template_is_filled_once():
     assert fill("{a}{b} {", {"a": "{b}", "b": [1]}) == "{b}[1] {"
-    with pytest.raises(JudgeFault, match=r"names \{c\}, the columns are: a"):
+    with pytest.raises(ValueError, match=r"names \{c\}, the columns are: a"):
         fill("{c}", {"a": 1})

@@ -66,6 +66,17 @@ def test_the_reference_is_the_base_with_the_adapter_off() -> None:
     assert engine.asked == [None]
 
 
+def test_what_a_teacher_has_scored_needs_no_pass() -> None:
+    batch = make_batch()
+    taught = replace(batch, ref_logprobs=batch.rollout_logprobs - 0.25)
+    engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter(kind="distill")
+    annotated = annotate(engine, adapter, taught)  # type: ignore[arg-type]
+    assert engine.asked == []
+    assert torch.allclose(annotated.advantages, -0.25 * batch.loss_mask)
+    annotate(engine, adapter, batch)  # type: ignore[arg-type]
+    assert engine.asked == [None], "given answers alone, which no teacher scores"
+
+
 def test_shifted_logprobs_of_the_same_version_stop_the_run() -> None:
     batch = make_batch()
     shifted = torch.cat([batch.rollout_logprobs[1:], batch.rollout_logprobs[:1]])

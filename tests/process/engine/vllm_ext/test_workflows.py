@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import string
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,15 +17,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import SamplingConfig
+from areal_lora.config.sections.section import ServedModel
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Formatter, Prompt
+from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import Episode, WorkflowContext
+from areal_lora.rollout.teacher import Teacher, WithTeacher
+from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, WorkflowContext
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
@@ -100,6 +104,34 @@ def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:
     shifted[batch.loss_mask] = batch.rollout_logprobs[batch.loss_mask].roll(1)
     for wrong in (shifted, batch.rollout_logprobs * SAMPLING.temperature):
         assert audit(choose(replace(batch, rollout_logprobs=wrong), "math", 1), score, limit=1e-3).error
+
+
+def test_a_teacher_scores_like_hugging_face_and_refuses_another_vocabulary(server: RunningServer) -> None:
+    """The base, on the same server, is the teacher of an adapter's answers."""
+    ref = server.publish(server.adapter(11, b_scale=0.3))
+    teacher = Teacher(ServedModel(url=server.url("/v1"), model="base"), print)
+
+    async def main() -> Episode:
+        async with context_of(server, ref) as context:
+            await teacher.check(context.tokenizer, context.max_model_len)
+            other = copy.deepcopy(context.tokenizer)
+            other.decode = lambda ids, **how: context.tokenizer.decode(ids, **how).swapcase()  # type: ignore[method-assign]
+            with pytest.raises(ConfigError, match="another vocabulary"):
+                await teacher.check(other, context.max_model_len)
+            with pytest.raises(ConfigError, match=r"HTTP 400: .*context"):
+                await teacher.check(context.tokenizer, context.max_model_len + 1)
+            workflow = WithTeacher(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=60.0)
+            episode = await workflow.run(prompt_of(context), ref, seed=5)
+            await teacher.close()
+            return episode
+
+    group = asyncio.run(main()).group
+    batch = collate(PackedGroups.of([group]))
+    assert batch.ref_logprobs is not None
+    want = [value for made in group.trajectories for value in server.logprobs(None, made.token_ids)]
+    assert batch.ref_logprobs.tolist() == pytest.approx(want, abs=TOLERANCE)
+    mask = batch.loss_mask
+    assert (batch.ref_logprobs - batch.rollout_logprobs)[mask].abs().mean() > 0.1, "the adapter must show"
 
 
 def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: RunningServer) -> None:

@@ -27,10 +27,20 @@ def found(*keys: str) -> dict[str, str]:
     return {f.path.removeprefix("adapters.0."): f"{f.reason}; {f.fix}" for f in findings if "adapters.0" in f.path}
 
 
+TEACHER = ["reference.url=http://teacher:8000/v1", "reference.model=large"]
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_every_preset_passes(kind: str) -> None:
-    assert found(f"algorithm.kind={kind}") == {}
-    assert found(f"algorithm.kind={kind}", "algorithm.kl_coef=0.1", "minibatches=4") == {}
+    keys = [f"algorithm.kind={kind}", *(f"algorithm.{key}" for key in TEACHER if kind == "distill")]
+    assert found(*keys) == {}
+    assert found(*keys, "algorithm.kl_coef=0.1", "minibatches=4") == {}
+
+
+def test_a_teacher_scores_at_temperature_1() -> None:
+    keys = ["algorithm.kl_coef=0.1", *(f"algorithm.{key}" for key in TEACHER)]
+    assert found(*keys) == {}
+    assert "temperature 1" in found(*keys, "sampling.temperature=0.7")["algorithm.reference"]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +61,17 @@ def test_every_preset_passes(kind: str) -> None:
         (["kl_target=0.1"], "kl_target", "kl_coef is 0"),
         (["reference=initial"], "reference", "kl_coef is 0"),
         (["kl_coef=0.1", "reference=initial"], "reference", "starts at the base"),
-        (["kl_coef=0.1", "reference_refresh_steps=5"], "reference_refresh_steps", "reference is base"),
+        (["kl_coef=0.1", "reference_refresh_steps=5"], "reference_refresh_steps", "no version replaces"),
         (["critic_rank=4"], "critic_rank", "no critic"),
         (["critic_lr=0.1"], "critic_lr", "no critic"),
         (["gae_lambda=0.9"], "gae_lambda", "no critic"),
         (["gamma=0.9"], "gamma", "no critic"),
         (["kind=remax", "drop_uniform=true"], "drop_uniform", "greedy answer"),
+        (["kind=distill"], "reference", "the run starts at the reference"),
+        (["kind=distill", *TEACHER, "kl_coef=0"], "reference", "nothing is learned"),
+        (["kind=distill", *TEACHER, "kl_estimator=k3"], "kl_estimator", "not the divergence's gradient"),
+        (["kind=distill", *TEACHER, "drop_uniform=true"], "drop_uniform", "does not look at rewards"),
+        (["kl_coef=0.1", *TEACHER, "reference_refresh_steps=5"], "reference_refresh_steps", "no version replaces"),
         (["overlong_penalty=0.5"], "overlong_penalty", "overlong_share is 0"),
     ],
 )
@@ -73,7 +88,8 @@ def test_all_problems_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize("advantage", get_args(AdvantageName))
 def test_only_advantages_that_compare_a_prompts_answers_need_two(advantage: str) -> None:
-    findings = found(f"algorithm.advantage={advantage}", "sampling.n_samples=1")
+    findings = found(f"algorithm.advantage={advantage}", "sampling.n_samples=1", "algorithm.kl_coef=0.1", "init_from=x")
+    findings.pop("init_from", None)
     assert set(findings) == (set() if advantage in UNGROUPED else {"sampling.n_samples"})
     both = found("algorithm.advantage=batch", "algorithm.drop_uniform=true", "sampling.n_samples=1")
     assert "drop_uniform" in both["sampling.n_samples"]

@@ -63,7 +63,7 @@ def test_the_rule_about_groups_knows_which_advantages_compare_answers() -> None:
     alone = Samples(
         rewards=rewards, group_ids=torch.arange(2), lengths=torch.tensor([3.0, 5.0]).double(), baselines=baselines
     )
-    assert {name for name, row in ADVANTAGES.items() if row.of(alone).any()} == UNGROUPED
+    assert {name for name, row in ADVANTAGES.items() if row.of(alone).any()} == UNGROUPED - {"none"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grpo"])
@@ -72,7 +72,7 @@ def test_the_overlay_of_an_algorithm_is_one_value_apart_and_can_be_planned(kind,
     config, base = load_config(files), load_config(BASE)
     own, plain = config.adapters[0], base.adapters[0]
     assert own.algorithm.kind == kind
-    same = own.model_copy(update={"algorithm": plain.algorithm, "minibatches": plain.minibatches})
+    same = own.model_copy(update={key: getattr(plain, key) for key in ("algorithm", "minibatches", "reward")})
     assert same == plain, "nothing else differs"
     arguments = [argument for file in files for argument in ("--config", str(file))]
     assert main([*arguments, f"run.root={tmp_path}", "adapters.gsm8k.task.n_train=64", "--dry-run"]) == 0

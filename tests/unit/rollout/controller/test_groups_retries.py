@@ -26,7 +26,7 @@ FAULT = GenerationFault(K.SERVER_ERROR, "HTTP 500")
 @pytest.mark.parametrize(
     ("kinds", "retryable", "served", "resample"),
     [
-        ((K.CONNECTION, K.RETIRED), True, False, False),
+        ((K.CONNECTION, K.RETIRED, K.TEACHER), True, False, False),
         ((K.SERVER_ERROR, K.ABORTED, K.LEASE), True, True, False),
         ((K.PROTOCOL, K.TIMEOUT, K.SCORER, K.ENVIRONMENT, K.AGENT, K.WORKFLOW), True, True, True),
         ((K.REJECTED,), False, True, True),
@@ -50,6 +50,7 @@ def test_every_fault_has_its_policy(
         (GenerationFault(K.CONNECTION, ""), 3, 0.0, (3, UNSERVED_WAIT_S)),
         (GenerationFault(K.CONNECTION, ""), 7, 7200.0, (7, UNSERVED_WAIT_S)),
         (GenerationFault(K.RETIRED, ""), 7, 7200.0, (7, UNSERVED_WAIT_S)),
+        (GenerationFault(K.TEACHER, ""), 7, 7200.0, (7, UNSERVED_WAIT_S)),
         (GenerationFault(K.SCORER, "", cause=Cause.CODE), 0, 0.0, (1, 0.1)),
         (GenerationFault(K.SCORER, "", cause=Cause.CODE), CODE_TRIES - 2, 0.0, (CODE_TRIES - 1, 0.1)),
         (GenerationFault(K.SCORER, "", cause=Cause.CODE), CODE_TRIES - 1, 0.0, (CODE_TRIES, None)),

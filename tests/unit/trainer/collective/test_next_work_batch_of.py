@@ -8,6 +8,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,29 @@ def test_with_a_divergence_in_the_reward_every_rank_has_all_log_probabilities() 
         for batch in (whole, *(batch for batch, _ in on_all(LAYOUTS["dp 4"], adapter, packed)))
     )
     assert all(torch.equal(got, want) for got in credits)
+
+
+@pytest.mark.parametrize("chosen", [{"kind": "distill"}, {"kl_coef": 0.1}], ids=["in the advantage", "in the loss"])
+def test_every_rank_has_a_teachers_log_probabilities_of_all_tokens(chosen: dict[str, Any]) -> None:
+    adapter, made = make_adapter(**chosen), groups()
+    for i, group in enumerate(made[1:], 1):  # the first one's are given
+        rows = [
+            msgspec.structs.replace(t.columns, teacher=(t.columns.scores - 0.5).tobytes()) for t in group.trajectories
+        ]
+        each = tuple(replace(t, columns=row) for t, row in zip(group.trajectories, rows, strict=True))
+        made[i] = replace(group, trajectories=each)
+    packed = PackedGroups.of(made)
+    whole = collate(packed)
+    want = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, whole).advantages
+    first = int(whole.cu_seqlens[len(made[0].trajectories)])
+    gap = (whole.ref_logprobs - whole.rollout_logprobs)[whole.loss_mask]
+    assert gap.unique().numel() > 1
+    if "kind" in chosen:
+        assert not want[:first].any()
+        assert torch.allclose(want[first:], -0.5 * whole.loss_mask[first:].float())
+    for batch, _ in on_all(LAYOUTS["dp 4"], adapter, packed):
+        assert torch.equal(batch.ref_logprobs, whole.ref_logprobs)
+        assert torch.equal(token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch).advantages, want)
 
 
 def test_columns_that_one_rank_receives_shifted_end_the_step_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
