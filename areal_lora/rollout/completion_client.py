@@ -373,34 +373,27 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(
-    choice: SampledChoice,
-    pinned: AdapterRef | None,
-    prompt_routes: bytes = b"",
-    n_prompt: int = 0,
-    *,
-    some: bool = False,
+    choice: SampledChoice, pinned: AdapterRef | None, routes: bytes = b"", n_prompt: int = 0, *, some: bool = False
 ) -> Generation:
     """Tokens carry the version that the server reports (contract C2), and where it returns them their routes.
 
     With ``some`` there may be no tokens.
     """
-    if some and not choice.columns and not choice.token_ids:
-        columns = TokenColumns.unsampled([])
-    else:
-        columns = choice.columns or _columns(choice, pinned)
+    none = some and not choice.columns and not choice.token_ids
+    columns = TokenColumns.unsampled([]) if none else choice.columns or _columns(choice, pinned)
     if not some and not len(columns):
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has no tokens")
     if columns.runs[:, 0].min(initial=0) < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
-    if len(prompt_routes) * len(columns) != len(columns.routes) * n_prompt:
+    if len(routes) * len(columns) != len(columns.routes) * n_prompt:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has routes for a part of its tokens")
     return Generation(
         columns=columns,
         finish_reason=choice.finish_reason or "",
         text=choice.text,
         top_logprobs=choice.logprobs.top_ids if choice.logprobs else None,
-        prompt_routes=prompt_routes,
+        prompt_routes=routes,
     )
 
 

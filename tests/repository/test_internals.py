@@ -104,7 +104,7 @@ PUBLIC = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.exceptions",
 )
-MAX_ROWS_OF_CPUS = 16  # with the capture of routes, which vLLM's second model runner has
+MAX_ROWS_OF_CPUS = 15
 
 
 def test_what_is_not_public_has_a_reason_and_the_part_of_cpus_is_small() -> None:

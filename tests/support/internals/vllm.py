@@ -322,7 +322,6 @@ INTERNALS: tuple[Used, ...] = (
         on="cpu",
         why="the choice of experts",
     ),
-    Used(module=f"{_EXPERTS}.activation", name="MoEActivation", members=("SILU",), on="cpu", why="as modular_kernel"),
     Used(
         module=f"{_EXPERTS}.experts.lora_experts_mixin",
         name="LoRAExpertsMixin",

@@ -10,7 +10,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
 from vllm import _custom_ops
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms.cpu import CpuPlatform
@@ -129,8 +128,8 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return weight_key is None and activation_key is None
 
     @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return bool(activation == MoEActivation.SILU)
+    def _supports_activation(activation: Any) -> bool:
+        return bool(activation.value == "silu")
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -152,12 +151,12 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: MoEActivation,
+        activation: Any,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
         **others: Any,
     ) -> None:
-        if activation != MoEActivation.SILU or apply_router_weight_on_input:
+        if activation.value != "silu" or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
         ids = (topk_ids if expert_map is None else expert_map[topk_ids]).long().numpy()
         groups, group_of = NO_GROUPS, np.zeros(len(ids), dtype=np.int64)

@@ -25,16 +25,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.server import openai_api
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
-from areal_lora.engine.vllm_ext.server.openai_api import (
-    AnswerBody,
-    ChatBody,
-    CompletionBody,
-    CompletionChoice,
-    Usage,
-    error_body,
-)
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
@@ -42,7 +35,7 @@ from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
 from areal_lora.types import TokenColumns
 
-Body = CompletionBody | ChatBody
+Body = openai_api.CompletionBody | openai_api.ChatBody
 JSON = "application/json"
 
 _encode = msgspec.json.Encoder().encode
@@ -79,14 +72,14 @@ class DataPlane:
         )
 
     async def completions(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=CompletionBody)
+        body = msgspec.json.decode(await request.body(), type=openai_api.CompletionBody)
         prompts = prompts_of(body.prompt)
         _check_size(body, len(prompts))  # before anything of that size is made
         ids = [p if isinstance(p, list) else self._tokenizer.encode(p) for p in prompts]
         return await self._serve(request, body, ids, body.max_tokens)
 
     async def chat(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=ChatBody)
+        body = msgspec.json.decode(await request.body(), type=openai_api.ChatBody)
         _check_size(body, 1)
         if not self._tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
@@ -101,9 +94,9 @@ class DataPlane:
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
         n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        if isinstance(body, CompletionBody) and body.return_columns and (body.logprobs is None or body.echo):
+        if isinstance(body, openai_api.CompletionBody) and body.return_columns and (body.logprobs is None or body.echo):
             raise BadRequest("return_columns needs logprobs, without echo")
-        only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
+        only_echo = n_new == 0 and isinstance(body, openai_api.CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if not prompts:
             raise BadRequest("the prompt is empty")
@@ -128,11 +121,11 @@ class DataPlane:
         n_prompt = sum(len(ids) for ids in prompts)
         n_out = sum(len(part.token_ids) for part in answers)
         answer = self._answer(body, answers, choices, "")
-        answer.usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
+        answer.usage = openai_api.Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
         return Response(_encode(answer), media_type=JSON)
 
     async def _stream(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
-        if len(prompts) != 1 or (isinstance(body, CompletionBody) and body.echo):
+        if len(prompts) != 1 or (isinstance(body, openai_api.CompletionBody) and body.echo):
             raise BadRequest("a stream takes one prompt, without echo")
         parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version, _delay_s(body))
         first = await anext(parts)  # an unknown version must be a 404, what the engine refuses a 400
@@ -151,11 +144,11 @@ class DataPlane:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def _answer(
-        self, body: Body, parts: Sequence[SampledPart], choices: list[CompletionChoice], suffix: str
-    ) -> AnswerBody:
-        chat = isinstance(body, ChatBody)
+        self, body: Body, parts: Sequence[SampledPart], choices: list[openai_api.CompletionChoice], suffix: str
+    ) -> openai_api.AnswerBody:
+        chat = isinstance(body, openai_api.ChatBody)
         newest = max((part.ref for part in parts if part.ref is not None), default=None)
-        return AnswerBody(
+        return openai_api.AnswerBody(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
             object=f"chat.completion{suffix}" if chat else "text_completion",
             created=int(time.time()),
@@ -165,15 +158,15 @@ class DataPlane:
 
     def _choice(
         self, body: Body, prompt: list[int], part: SampledPart, text: str | None, index: int
-    ) -> CompletionChoice:
+    ) -> openai_api.CompletionChoice:
         """Make one choice; with ``text`` None it is decoded here."""
         ids = part.token_ids
         if text is None:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        choice = CompletionChoice(index=index, finish_reason=part.finish_reason, versions=part.versions)
+        choice = openai_api.CompletionChoice(index=index, finish_reason=part.finish_reason, versions=part.versions)
         if body.return_token_ids:
             choice.token_ids = ids
-        if isinstance(body, ChatBody):
+        if isinstance(body, openai_api.ChatBody):
             choice.logprobs = {"content": self._chat_logprobs(part)} if body.logprobs else None
             if body.stream:
                 choice.delta = {"role": "assistant", "content": text}
@@ -268,8 +261,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "st
 
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
-    echo = isinstance(body, CompletionBody) and body.echo
-    structured = body.structured_outputs if isinstance(body, CompletionBody) else None
+    echo = isinstance(body, openai_api.CompletionBody) and body.echo
+    structured = body.structured_outputs if isinstance(body, openai_api.CompletionBody) else None
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
@@ -304,4 +297,4 @@ async def _refused(request: Request, error: Exception) -> Response:
         reason = f"the body cannot be read: {type(error).__name__}"
     elif isinstance(error, EngineDeadError):
         reason = f"the engine has ended: {error}"
-    return Response(error_body(status, reason), status_code=status, media_type=JSON)
+    return Response(openai_api.error_body(status, reason), status_code=status, media_type=JSON)
