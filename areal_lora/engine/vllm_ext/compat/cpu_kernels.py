@@ -38,6 +38,9 @@ class CpuLoraLinear(PunicaWrapperCPU):
         rows, cells = self.batch.rows, self.batch.cells
         add_lora_rows(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), rows, cells, lora_a_stacked, lora_b_stacked)
 
+    def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
+        """No adapter has the output layer; vLLM's own fails where prompts of several requests are scored."""
+
 
 class PackedExperts:
     """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K].
