@@ -101,9 +101,9 @@ Work: TypeAlias = TrainOn | Finish | RolloutFault | PublishFault | CatchUp | Ope
 IDLE_S = 60.0
 """Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""
 
-_encode = msgspec.msgpack.Encoder(enc_hook=len).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda array: len(array) if array.ndim == 2 else None).encode
 _decode = msgspec.msgpack.Decoder(Work | Idle, dec_hook=lambda kind, n: np.empty((n, 0), np.int32)).decode
-"""Without a batch's columns, the only array in a message: each rank receives its own (`next_work.batch_of`)."""
+"""Without a batch's columns and routes, the only arrays in a message: each rank receives its own."""
 
 
 def share(work: Work | None, exchange: Exchange) -> Work:

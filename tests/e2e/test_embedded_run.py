@@ -254,6 +254,8 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
         assert {name, "base"} == {model["id"] for model in models["data"]}
         asked = {"model": name, "prompt": prompts, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
         choices = post(f"{url}/completions", asked)["choices"]
+        given = {"model": name, "prompt": prompts[:8], "max_tokens": 1, "echo": True, "logprobs": 0}
+        scored = post(f"{url}/completions", given)["choices"]
         curl = wait_until_it_says(r"^  (curl .*)\n", process, log)
         assert json.loads(shell(curl).stdout)["model"] == name
     assert [choice["index"] for choice in choices] == list(range(32))
@@ -267,6 +269,10 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
         with torch.no_grad():
             logits = model(torch.tensor([prompt + completion])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
+    for prompt, choice in zip(prompts, scored, strict=False):  # scored at once, by the adapter
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+        assert choice["logprobs"]["token_logprobs"][1 : len(prompt)] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
