@@ -10,6 +10,7 @@ before it has an effect: a launcher that starts again makes none of them twice, 
 import itertools
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -375,4 +376,4 @@ def print_result(folder: RunFolder, console: Console) -> None:
     print_line(console, f"set      {' '.join(trials[winner].overrides)}")
     apart = f"run.name={folder.path.name}-{trials[winner].name}"  # not in the sweep's folder
     words = (*(word for word in sweep.command if not word.startswith("run.name=")), apart, *trials[winner].overrides)
-    print_line(console, f"alone    areal-lora {' '.join(words)}")
+    print_line(console, f"alone    areal-lora {shlex.join(words)}")

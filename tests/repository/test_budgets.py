@@ -34,7 +34,7 @@ LINES = {
     "doctor": 1021,
     "engine": 10478,  # structured outputs; remote servers; recompute; slices; entropies; routes of CPU servers, replay
     "families": 1435,  # FLOPs of passes; sizes of routes
-    "launcher": 4681,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "launcher": 4682,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
     "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines

@@ -72,9 +72,9 @@ class Visit:
         ]
 
     def scroll_through(self) -> None:
-        """Bring every chart into view: they are drawn then."""
+        """Bring every chart into view for a frame: they are drawn then."""
         self.page.evaluate(
             "async () => { for (let y = 0; y < document.body.scrollHeight; y += 600)"
-            " { scrollTo(0, y); await new Promise((r) => setTimeout(r, 30)); } }"
+            " { scrollTo(0, y); await new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r))); } }"
         )
         self.wait("[...drawn.values()].every((e) => e.plot)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import shlex
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import cache
@@ -347,7 +348,7 @@ def test_the_result_names_the_winner_and_its_overrides(launched: Launched) -> No
         ["lr-1e-4", "2", "stopped", "1.000", "-", "-", "-"],
     ]
     assert "set      adapters.0.optimizer.lr=3e-4\n" in winner
-    [command] = [line.split()[2:] for line in winner.splitlines() if line.startswith("alone")]
+    [command] = [shlex.split(line)[2:] for line in winner.splitlines() if line.startswith("alone")]
     overrides = [word for word in command if "=" in word]
     assert command[0] == "train"
     assert command[-len(overrides) - 1] == str(FILES[1])
