@@ -121,7 +121,7 @@ class WorkflowContext:
     ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
     to be sampled with it. In an evaluation it is the set's, ``client`` requests one version only, and nothing is
     trained on (``evaluating``). ``formatter`` writes prompts and replies as tokens. No sequence may be longer than
-    ``max_model_len`` tokens.
+    ``max_model_len`` tokens. Without ``streams`` answers come whole: those of a stream have no routes.
     """
 
     client: CompletionClient
@@ -129,6 +129,7 @@ class WorkflowContext:
     sampling: SamplingConfig
     formatter: Formatter
     max_model_len: int
+    streams: bool = True
 
     @property
     def evaluating(self) -> bool:

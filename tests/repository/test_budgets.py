@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7416,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
+    "rollout": 7418,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
     "service": 5573,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3270,  # the time of scoring; reward models

@@ -144,7 +144,7 @@ class Session:
                 timeout_s=2 * self.context.sampling.timeout_s,
                 top_logprobs=request.top_logprobs or 0,
                 schema=request.grammar,
-                arrived=None if heard is None else arrived,
+                arrived=arrived if heard is not None and self.context.streams else None,
             )
             replies = await self._replies(request, number, sampled, [each.text for each in shown])
         except GenerationFault as fault:

@@ -83,4 +83,5 @@ async def served(
                 sampling=sampling,
                 formatter=Formatter(tokenizer=CharTokenizer()),
                 max_model_len=MAX_MODEL_LEN,
+                streams=server.routes is None,
             )

@@ -50,6 +50,7 @@ SHORT = {
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
+    "rollout/agent_api/replies.py:ReplyStream.__init__": "one answer of an agent; the stream that it feeds awaits it",
     "rollout/main.py:SharedResources.open": "one newcomer's rows; the request that joins it awaits them",
     "tasks/check.py:_reward_problem": "the scores of a few answers; the caller waits for its Future",
     "service/acceptance.py:Acceptance.take_in": "the checks of one adapter; they are awaited",
