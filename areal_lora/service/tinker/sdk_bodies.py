@@ -231,6 +231,8 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
         raise RequestError(key.rstrip("`") or "sample", reason, "correct the request") from None
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise RequestError("prompt", "images and sounds are not supported", "send text as tokens")
+    if not request.token_ids:
+        raise RequestError("prompt", "it has no tokens", "send one or more")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"

@@ -157,6 +157,8 @@ class StandInDataPlane:
 
     async def _complete(self, body: CompletionBody, ref: AdapterRef) -> Response:
         prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in prompts_of(body.prompt)]
+        if not all(prompts) or not prompts:
+            raise msgspec.ValidationError("the prompt is empty")
         jobs = [(p, None if body.seed is None else body.seed + k) for p in prompts for k in range(body.n)]
         choices = await asyncio.gather(*(self._choice(body, ref, i, *job) for i, job in enumerate(jobs)))
         n_out = sum(len(c.versions or c.columns or ()) for c in choices)

@@ -77,6 +77,8 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "prompt"),
+        ({"prompt": {"chunks": []}}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": []}]}}, "prompt"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params"),
         ({"seq_id": "a"}, "seq_id"),
     ],
