@@ -1,9 +1,9 @@
 """Run environments of others in a process of their own: ``python -I environment_child.py``, Python 3.10 or newer.
 
-Imports nothing but the standard library and what the kind of environment needs: ``verifiers``, ``mcp`` or user code.
-Messages are JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with;
-user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
-loop, blocking code in threads. A sample that is cancelled is answered when its last thread has ended. At the end of its
+Imports nothing but the standard library and the package that its kind of environment needs, or user code. Messages are
+JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with; user code
+prints to standard error. `environment_workers` has their types. Samples run at the same time in one event loop,
+blocking code in threads. A sample that is cancelled is answered when its last thread has ended. At the end of its
 input the process ends its whole group.
 """
 
@@ -143,14 +143,9 @@ class Mcp:
             for server in self.servers:
                 session = await stack.enter_async_context(_mcp_session(server))
                 for tool in (await session.list_tools()).tools:
-                    wire = tool.model_dump(by_alias=True)
-                    function = {
-                        "name": tool.name,
-                        "description": tool.description or "",
-                        "parameters": wire["inputSchema"],
-                    }
+                    schema = tool.model_dump(by_alias=True)["inputSchema"]
                     sessions[tool.name] = session
-                    tools.append({"type": "function", "function": function})
+                    tools.append(_tool(tool.name, tool.description, schema))
             prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
             chat = Chat(task, *prompt)
             while (message := await chat.answer(tools)) is not None and message.get("tool_calls"):
@@ -185,6 +180,96 @@ async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:
         return f"error: {error}"
     result = await sessions[function["name"]].call_tool(function["name"], arguments)
     return "\n".join(part.text for part in result.content if part.type == "text")
+
+
+class OpenEnv:
+    """Sessions of an OpenEnv server, whose rewards are added up; without any the configured reward scores the sample.
+
+    Observations are messages. An answer is the action's only field, or JSON with its fields. If actions are calls of
+    tools, these are the model's, until it answers without a call.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.client = importlib.import_module("openenv").GenericEnvClient
+        self.closed = importlib.import_module("websockets").ConnectionClosed
+        self.url, self.args = setup["env"], setup["args"]
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        with await called(urllib.request.urlopen, f"{self.url}/schema", timeout=60) as response:
+            action = json.load(response)["action"]["properties"]
+        self.fields = {name: field for name, field in action.items() if name not in ("metadata", "type")}
+        yield
+
+    @asynccontextmanager
+    async def _session(self, task: Task) -> AsyncIterator[tuple[Any, Any]]:
+        """A session and its first result, as soon as the server has room for one."""
+        row = {"seed": task.seed, "prompt": task.sample.prompt, "answer": task.sample.answer}
+        while True:
+            async with self.client(base_url=self.url, message_timeout_s=task.timeout_s) as session:
+                try:
+                    first = await session.reset(**(row | self.args))
+                except (RuntimeError, self.closed) as error:  # it may close before it answers
+                    if isinstance(error, RuntimeError) and "CAPACITY_REACHED" not in str(error):
+                        raise
+                else:
+                    yield session, first
+                    return
+            await asyncio.sleep(1)
+
+    def _action(self, answer: str) -> dict[str, Any]:
+        """Raises ValueError where the answer is no JSON."""
+        if len(self.fields) == 1:
+            ((name, field),) = self.fields.items()
+            return {name: answer if field.get("type") == "string" else json.loads(answer)}
+        action = json.loads(answer)
+        if not isinstance(action, dict):
+            raise ValueError("no JSON object")
+        return action
+
+    async def play(self, task: Task) -> dict[str, Any]:
+        async with self._session(task) as (session, result):
+            tools, prompt = None, [{"role": "user", "content": _shown(result.observation)}]
+            if "tool_name" in self.fields:
+                listed = (await session.step({"type": "list_tools"})).observation["tools"]
+                tools = [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
+            if not prompt[0]["content"]:
+                prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
+            chat, rewards = Chat(task, *prompt), list[float]()
+            while not result.done and (message := await chat.answer(tools)) is not None:
+                calls = message.get("tool_calls") or [] if tools else [None]
+                for call in calls:
+                    reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]} if call else {"role": "user"}
+                    try:
+                        action = _tool_action(call["function"]) if call else self._action(message["content"] or "")
+                        result = await session.step(action)
+                        reply["content"] = _shown(result.observation)
+                        rewards += [] if result.reward is None else [float(result.reward)]
+                    except (ValueError, RuntimeError) as error:
+                        if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
+                            raise
+                        reply["content"] = f"error: {error}. Fields of an action: {', '.join(self.fields)}"
+                    chat.messages.append(reply)
+                if not calls:
+                    break
+            return {"reward": sum(rewards)} if rewards else {}
+
+
+def _shown(observation: dict[str, Any]) -> str:
+    """A text field that is alone as it is, else the fields as JSON; empty without any."""
+    fields = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward") and v is not None}
+    (text, *others) = fields.values() or ("",)
+    return text if not others and isinstance(text, str) else json.dumps(fields)
+
+
+def _tool_action(function: dict[str, str]) -> dict[str, Any]:
+    return {"type": "call_tool", "tool_name": function["name"], "arguments": json.loads(function["arguments"])}
+
+
+def _tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """In the form of chat completions."""
+    function = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 class Verifiers:
@@ -236,7 +321,7 @@ class Verifiers:
         return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"gym": Gym, "mcp": Mcp, "verifiers": Verifiers}
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"gym": Gym, "mcp": Mcp, "openenv": OpenEnv, "verifiers": Verifiers}
 
 
 def read(stream: BinaryIO) -> dict[str, Any] | None:

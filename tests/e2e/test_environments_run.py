@@ -1,12 +1,13 @@
-"""Environments of others in one run of three adapters: a taskset of verifiers, an MCP server, a gym-style class.
+"""Environments of others in one run: a taskset of verifiers, an MCP server, a gym-style class, an OpenEnv server.
 
-Real packages, in workers; those of verifiers have the interpreter of a virtual environment of their own. Real Megatron
-and vLLM.
+Real packages, in workers; those of verifiers and OpenEnv have the interpreter of a virtual environment of their own.
+Real Megatron and vLLM.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from areal_lora.rollout.conversations import ConversationRecord, read_conversati
 from tests.support.e2e.several_adapters import entries, run
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.rollout import gym_classes
-from tests.support.rollout.real_environments import AGENT, TASKSET, TOOLS, verifiers_python
+from tests.support.rollout.real_environments import AGENT, TASKSET, TOOLS, environments_python, openenv_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,23 +30,31 @@ TEMPLATE = """\
 {%- else %}{{ eos_token }}{% endif %}
 {%- elif message.role == 'tool' %}{{ message.content }}{% endif %}
 {%- endfor -%}"""
-STEPS = 2
+STEPS = 5
 
 
-def test_environments_of_three_kinds_are_trained_on_together(tmp_path: Path) -> None:
+@pytest.fixture
+def openenv(tmp_path: Path) -> Iterator[str]:
+    with openenv_server(tmp_path) as url:
+        yield url
+
+
+def test_environments_of_four_kinds_are_trained_on_together(openenv: str, tmp_path: Path) -> None:
     model = Path(shutil.copytree(EXAMPLES / "tiny_model", tmp_path / "tiny model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "cups.py").write_text(TASKSET)
     (tmp_path / "tools.py").write_text(TOOLS)
     parser = f"{ROOT / 'tests' / 'support' / 'agents' / 'own_format.py'}:CalculationParser"
-    python = str(verifiers_python())
+    python = str(environments_python())
     workflows: dict[str, dict[str, Any]] = {
         "attention": {"kind": "verifiers", "env": "cups", "args": {"agent": AGENT}, "python": python, "workers": 2},
         "experts": {"kind": "mcp", "servers": ["python tools.py"], "tool_parser": parser},
         "shared": {"kind": "gym", "env": f"{gym_classes.__file__}:Problem"},
+        "served": {"kind": "openenv", "env": f"{openenv}/problem", "python": python},
     }
     changes = {name: {"workflow": workflow, "steps": STEPS} for name, workflow in workflows.items()}
     chosen = entries(*workflows, **changes)
+    chosen.append(chosen[-1] | {"name": "served"} | changes["served"])
     for entry in chosen:
         entry["sampling"] |= {"n_samples": 2, "timeout_s": 300}
     next(entry for entry in chosen if entry["name"] == "experts")["sampling"]["stop"] = ["="]
@@ -75,7 +84,7 @@ def check(conversation: ConversationRecord) -> None:
     sampled = sum(v >= 0 for each in conversation.tokens for v in each.versions)
     answers = [answer for request in conversation.requests for answer in request.answers]
     assert sampled == sum(answer.end - answer.begin for answer in answers) > 0
-    if conversation.adapter == "shared":
+    if conversation.adapter in ("shared", "served"):
         (trajectory,) = conversation.tokens
         assert len(answers) == 2, "two steps of one episode"
     if conversation.adapter == "attention":

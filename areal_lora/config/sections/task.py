@@ -134,9 +134,9 @@ class AgentWorkflowConfig(EndpointWorkflow):
 class WorkerWorkflowConfig(EndpointWorkflow):
     """An environment of others, in worker processes (`rollout.environment_workers`)."""
 
-    kind: Literal["verifiers", "gym", "mcp"] = "verifiers"
-    env: str | None = Field(None, description="Taskset (`verifiers`), or `file.py:Class` (`gym`).")
-    args: dict[str, Any] = Field({}, description="Keys of the verifiers environment, arguments of the class.")
+    kind: Literal["verifiers", "gym", "mcp", "openenv"] = "verifiers"
+    env: str | None = Field(None, description="Taskset (`verifiers`), `file.py:Class` (`gym`), or URL (`openenv`).")
+    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of the class or of `reset`.")
     servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
     workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
@@ -146,6 +146,8 @@ class WorkerWorkflowConfig(EndpointWorkflow):
         needed, other = ("servers", "env") if self.kind == "mcp" else ("env", "servers")
         if not getattr(self, needed) or getattr(self, other):
             raise ValueError(f"kind {self.kind} needs {needed} and takes no {other}: set {needed} alone")
+        if self.kind == "openenv" and not str(self.env).startswith(("http://", "https://")):
+            raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
         return self
 
 
