@@ -224,7 +224,7 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
     An agent that disconnects ends its request, and the sequence on the server.
     """
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-AgentApi-Key", ""))
+    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-Api-Key", ""))
     if session is None:
         return _error(401, "the key is not, or no longer, valid", error_of=error_of)
     try:

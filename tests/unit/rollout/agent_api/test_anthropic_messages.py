@@ -126,9 +126,11 @@ def test_errors_have_anthropics_shape() -> None:
             await client.with_options(api_key="wrong").messages.create(**body)
         bearer = anthropic.AsyncAnthropic(base_url=client.base_url, auth_token=client.api_key)
         assert (await bearer.messages.create(**body)).content[0].text == "hey"
+        older = client.with_options(default_headers={"Authorization": "", "X-Api-Key": str(client.api_key)})
+        assert (await older.messages.create(**body)).content[0].text == "hey"
         none: Any = {"type": "none"}
         await client.messages.create(**body, tools=[TOOL], tool_choice=none)
 
-    server = saying(["hey"] * 2)
+    server = saying(["hey"] * 3)
     run(agent, server)
-    assert "".join(map(chr, server.requests[1]["prompt"])) == "<user:hi>"
+    assert "".join(map(chr, server.requests[2]["prompt"])) == "<user:hi>"
