@@ -254,14 +254,15 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
             yield f"{at}workflow.environment", environment
         case models.CustomWorkflowConfig(path=path) | models.AgentWorkflowConfig(path=path):
             yield f"{at}workflow.path", path
-        case models.WorkerWorkflowConfig(kind=kind, env=env, args=args, servers=servers, python=python):
+        case models.WorkerWorkflowConfig(kind=kind, env=env, args=args, servers=servers):
             settings = json.dumps(args) if kind == "verifiers" and args else None  # they may name code
-            texts = {"env": env, "args": settings, "python": python}
-            yield from ((f"{at}workflow.{key}", text) for key, text in texts.items() if text)
+            yield from ((f"{at}workflow.{key}", text) for key, text in (("env", env), ("args", settings)) if text)
             yield from ((f"{at}workflow.servers.{i}", server) for i, server in enumerate(servers))
-    parser = adapter.workflow.tool_parser if isinstance(adapter.workflow, models.EndpointWorkflow) else None
-    if parser and not parser.isidentifier():
-        yield f"{at}workflow.tool_parser", parser
+    if isinstance(adapter.workflow, models.EndpointWorkflow):
+        if adapter.workflow.python:
+            yield f"{at}workflow.python", adapter.workflow.python
+        if (parser := adapter.workflow.tool_parser) and not parser.isidentifier():
+            yield f"{at}workflow.tool_parser", parser
 
 
 def _code_problems(config: models.Config) -> Iterator[ConfigError]:
@@ -275,8 +276,10 @@ def _code_problems(config: models.Config) -> Iterator[ConfigError]:
         for key, text in named_code(adapter, at):
             if key.endswith(".tool_parser") and ":" not in text:
                 continue  # one of vLLM's
-            if isinstance(adapter.workflow, models.WorkerWorkflowConfig) and ".py:" not in text and ".workflow." in key:
-                continue  # of another interpreter, or no code
+            if isinstance(adapter.workflow, models.EndpointWorkflow) and ".py:" not in text and ".workflow." in key:
+                checked = (".tool_parser",) if adapter.workflow.python else (".tool_parser", ".path")
+                if not key.endswith(checked):
+                    continue  # of another interpreter, or no code
             try:
                 # Modules of another interpreter cannot be checked here.
                 if config.rollout.python is None or parse_import_path(text, key).file is not None:

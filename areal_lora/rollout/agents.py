@@ -39,10 +39,9 @@ from areal_lora.rollout.agent_api.responses import parse_response, response_body
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
-from areal_lora.rollout.user_code import call
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.types import AdapterRef, Cause, Outcome, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class AgentWorkflow:
 
     context: WorkflowContext
     sessions: Sessions
-    agent: Callable[[AgentTask], Any]
+    agent: Callable[[AgentTask], Coroutine[Any, Any, float | Score | None]]
     tool_parser: str | None = None
     kept: ConversationFile | None = None
 
@@ -123,15 +122,12 @@ class AgentWorkflow:
             if not session.trained():
                 detail = "the agent ended without a completion"
                 raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
-            if not isinstance(reward, int | float | Score | None):
-                what = type(reward).__name__
-                raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None", Cause.CODE)
         except GenerationFault as fault:
             self._keep(session, prompt, i, None, str(fault))
             raise
         return session, reward
 
-    async def _played(self, session: Session, prompt: Prompt) -> Any:
+    async def _played(self, session: Session, prompt: Prompt) -> float | Score | None:
         timeout_s = self.context.sampling.timeout_s
         with self.sessions.opened(session) as key:
             task = AgentTask(
@@ -141,12 +137,11 @@ class AgentWorkflow:
                 sample=prompt.sample,
                 timeout_s=timeout_s,
             )
-            running = asyncio.create_task(call(FaultKind.AGENT, session.ref.name, self.agent, task))
+            running = asyncio.create_task(self.agent(task))
             running.add_done_callback(_retrieve)
             try:
-                done, _ = await asyncio.wait(
-                    {running, session.fault}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                waited: set[asyncio.Future[Any]] = {running, session.fault}
+                done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():
@@ -161,7 +156,7 @@ class AgentWorkflow:
             self.kept.write(conversation_of(session, prompt.uid, sample, reward, detail))
 
 
-HOST = "127.0.0.1"  # agents run in this process, wherever other ports are bound
+HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
 MAX_BODY_BYTES = 16 << 20
 
 Body = dict[str, Any]

@@ -1,327 +1,38 @@
-"""Run environments of others in a process of their own: ``python -I environment_child.py``, Python 3.10 or newer.
+"""Run environments and agents in a process of their own: ``python -I environment_child.py``, Python 3.10 or newer.
 
-Imports nothing but the standard library and the package that its kind of environment needs, or user code. Messages are
-JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with; user code
-prints to standard error. `environment_workers` has their types. Samples run at the same time in one event loop,
-blocking code in threads. A sample that is cancelled is answered when its last thread has ended. At the end of its
+Messages are JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with;
+user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
+loop, blocking code in threads. A sample that is cancelled is answered when its last thread has ended. At the end of its
 input the process ends its whole group.
 """
 
 import asyncio
+import errno
 import functools
-import importlib
 import importlib.util
-import inspect
-import itertools
 import json
 import os
-import shlex
 import signal
+import socket
 import sys
 import threading
 import traceback
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+# By its file: in the folder of this script there are modules that hide those of others.
+spec: Any = importlib.util.spec_from_file_location(
+    "areal_lora_environment_kinds", Path(__file__).with_name("environment_kinds.py")
+)
+kinds: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kinds)
+
 MAX_THREADS = 256
-BAD_REQUEST = 400
-MISTAKES = (TypeError, NameError, AttributeError, ImportError, NotImplementedError, SyntaxError)
+MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 """Of code: another try fails in the same way."""
-
-Task = Any
-"""A namespace: ``base_url``, ``api_key``, ``model``, ``sample`` (``uid``, ``prompt``, ``answer``, ``messages``,
-``columns``), ``timeout_s``, ``seed``: that of the group."""
-
-
-async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The result of ``function``, run in a thread if it is no coroutine function."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **keywords)
-    work = functools.partial(function, *arguments, **keywords)
-    running = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        result = await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})  # the sample has ended when its thread has
-        raise
-    return await result if inspect.isawaitable(result) else result
-
-
-def load(name: str) -> Callable[..., Any]:
-    """What ``module:name`` or ``file.py:name`` names."""
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py"):
-        found: Callable[..., Any] = getattr(importlib.import_module(place), attribute)
-        return found
-    sys.path.append(str(Path(place).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module here
-    spec.loader.exec_module(module)
-    found = getattr(module, attribute)
-    return found
-
-
-class Chat:
-    """A conversation with the model of a sample's session."""
-
-    def __init__(self, task: Task, *messages: dict[str, Any]) -> None:
-        self.task, self.messages = task, list(messages)
-
-    async def answer(self, tools: list[dict[str, Any]] | None = None) -> dict[str, Any] | None:
-        """The model's next message, which is kept; None if the conversation has no room for another one."""
-        try:
-            reply = await called(self._post, {"tools": tools} if tools else {})
-        except urllib.error.HTTPError as error:
-            reason = error.read().decode(errors="replace")
-            if error.code == BAD_REQUEST and any(message["role"] == "assistant" for message in self.messages):
-                print(f"a conversation ends: {reason}", file=sys.stderr)
-                return None
-            raise RuntimeError(f"the model's endpoint answers {error.code}: {reason}") from None
-        message: dict[str, Any] = reply["choices"][0]["message"]
-        self.messages.append(message)
-        return message
-
-    def _post(self, settings: dict[str, Any]) -> Any:
-        body = json.dumps({"model": self.task.model, "messages": self.messages, **settings}).encode()
-        headers = {"Authorization": f"Bearer {self.task.api_key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.task.base_url}/chat/completions", body, headers)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the endpoint is on loopback
-        with direct.open(request, timeout=self.task.timeout_s) as response:
-            return json.load(response)
-
-
-class Gym:
-    """A class with gymnasium's ``reset`` and ``step``: texts are observations, answers are actions."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.made = functools.partial(load(setup["env"]), **setup["args"])
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        yield
-
-    async def play(self, task: Task) -> dict[str, Any]:
-        environment = await called(self.made)
-        try:
-            observation, _ = await called(environment.reset, seed=task.seed, options=vars(task.sample))
-            chat, total, ended = Chat(task), 0.0, False
-            while not ended:
-                chat.messages.append({"role": "user", "content": str(observation)})
-                if (message := await chat.answer()) is None:
-                    break
-                observation, reward, done, cut, _ = await called(environment.step, message["content"] or "")
-                total, ended = total + float(reward), done or cut
-            return {"reward": total}
-        finally:
-            if (close := getattr(environment, "close", None)) is not None:
-                await called(close)
-
-
-class Mcp:
-    """The servers' tools are the model's, until it answers without a call. The configured reward scores the answer."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.servers = setup["servers"]
-        importlib.import_module("mcp")
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        yield
-
-    async def play(self, task: Task) -> dict[str, Any]:
-        async with AsyncExitStack() as stack:
-            sessions, tools = dict[str, Any](), list[dict[str, Any]]()
-            for server in self.servers:
-                session = await stack.enter_async_context(_mcp_session(server))
-                for tool in (await session.list_tools()).tools:
-                    schema = tool.model_dump(by_alias=True)["inputSchema"]
-                    sessions[tool.name] = session
-                    tools.append(_tool(tool.name, tool.description, schema))
-            prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat = Chat(task, *prompt)
-            while (message := await chat.answer(tools)) is not None and message.get("tool_calls"):
-                for call in message["tool_calls"]:
-                    text = await _tool_text(sessions, call["function"])
-                    chat.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-            return {}
-
-
-@asynccontextmanager
-async def _mcp_session(server: str) -> AsyncIterator[Any]:
-    """A session with the server behind a URL, or one that this command starts."""
-    mcp = importlib.import_module("mcp")
-    if server.startswith(("http://", "https://")):
-        connected = importlib.import_module("mcp.client.streamable_http").streamable_http_client(server)
-    else:
-        command, *arguments = shlex.split(server)
-        parameters = mcp.StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-        connected = importlib.import_module("mcp.client.stdio").stdio_client(parameters)
-    async with connected as streams, mcp.ClientSession(*streams[:2]) as session:
-        await session.initialize()
-        yield session
-
-
-async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:
-    """What the tool returned, or why it was not called, for the model to read."""
-    try:
-        arguments = json.loads(function["arguments"])
-        if function["name"] not in sessions or not isinstance(arguments, dict):
-            raise ValueError("no such tool, or its arguments are no object")
-    except ValueError as error:
-        return f"error: {error}"
-    result = await sessions[function["name"]].call_tool(function["name"], arguments)
-    return "\n".join(part.text for part in result.content if part.type == "text")
-
-
-class OpenEnv:
-    """Sessions of an OpenEnv server, whose rewards are added up; without any the configured reward scores the sample.
-
-    Observations are messages. An answer is the action's only field, or JSON with its fields. If actions are calls of
-    tools, these are the model's, until it answers without a call.
-    """
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.client = importlib.import_module("openenv").GenericEnvClient
-        self.closed = importlib.import_module("websockets").ConnectionClosed
-        self.url, self.args = setup["env"], setup["args"]
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        with await called(urllib.request.urlopen, f"{self.url}/schema", timeout=60) as response:
-            action = json.load(response)["action"]["properties"]
-        self.fields = {name: field for name, field in action.items() if name not in ("metadata", "type")}
-        yield
-
-    @asynccontextmanager
-    async def _session(self, task: Task) -> AsyncIterator[tuple[Any, Any]]:
-        """A session and its first result, as soon as the server has room for one."""
-        row = {"seed": task.seed, "prompt": task.sample.prompt, "answer": task.sample.answer}
-        while True:
-            async with self.client(base_url=self.url, message_timeout_s=task.timeout_s) as session:
-                try:
-                    first = await session.reset(**(row | self.args))
-                except (RuntimeError, self.closed) as error:  # it may close before it answers
-                    if isinstance(error, RuntimeError) and "CAPACITY_REACHED" not in str(error):
-                        raise
-                else:
-                    yield session, first
-                    return
-            await asyncio.sleep(1)
-
-    def _action(self, answer: str) -> dict[str, Any]:
-        """Raises ValueError where the answer is no JSON."""
-        if len(self.fields) == 1:
-            ((name, field),) = self.fields.items()
-            return {name: answer if field.get("type") == "string" else json.loads(answer)}
-        action = json.loads(answer)
-        if not isinstance(action, dict):
-            raise ValueError("no JSON object")
-        return action
-
-    async def play(self, task: Task) -> dict[str, Any]:
-        async with self._session(task) as (session, result):
-            tools, prompt = None, [{"role": "user", "content": _shown(result.observation)}]
-            if "tool_name" in self.fields:
-                listed = (await session.step({"type": "list_tools"})).observation["tools"]
-                tools = [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
-            if not prompt[0]["content"]:
-                prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat, rewards = Chat(task, *prompt), list[float]()
-            while not result.done and (message := await chat.answer(tools)) is not None:
-                calls = message.get("tool_calls") or [] if tools else [None]
-                for call in calls:
-                    reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]} if call else {"role": "user"}
-                    try:
-                        action = _tool_action(call["function"]) if call else self._action(message["content"] or "")
-                        result = await session.step(action)
-                        reply["content"] = _shown(result.observation)
-                        rewards += [] if result.reward is None else [float(result.reward)]
-                    except (ValueError, RuntimeError) as error:
-                        if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
-                            raise
-                        reply["content"] = f"error: {error}. Fields of an action: {', '.join(self.fields)}"
-                    chat.messages.append(reply)
-                if not calls:
-                    break
-            return {"reward": sum(rewards)} if rewards else {}
-
-
-def _shown(observation: dict[str, Any]) -> str:
-    """A text field that is alone as it is, else the fields as JSON; empty without any."""
-    fields = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward") and v is not None}
-    (text, *others) = fields.values() or ("",)
-    return text if not others and isinstance(text, str) else json.dumps(fields)
-
-
-def _tool_action(function: dict[str, str]) -> dict[str, Any]:
-    return {"type": "call_tool", "tool_name": function["name"], "arguments": json.loads(function["arguments"])}
-
-
-def _tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
-    """In the form of chat completions."""
-    function = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-class Verifiers:
-    """An environment of the package ``verifiers``: tasks, harness and rubric are its own.
-
-    Row i of the adapter's training task is task i, held-out row i the i-th from the end.
-    """
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.api = importlib.import_module("verifiers.v1")
-        args = setup["args"]
-        chosen = {**args, "taskset": {**args.get("taskset", {}), "id": setup["env"]}}
-        self.environment = self.api.load_environment(self.api.resolve_env_config(chosen))
-        self.tasks: list[Any] = []
-        self.more = iter(self.environment.taskset)
-        self.numbers = itertools.count()
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        async with self.environment.serving():
-            yield
-
-    def _task(self, uid: str) -> Any:
-        number = int(uid.rpartition("/")[2])
-        bounded = self.environment.taskset.bounded
-        missing = None if bounded else max(0, number + 1 - len(self.tasks))
-        self.tasks += itertools.islice(self.more, missing)
-        if not self.tasks:
-            raise RuntimeError("the taskset has no tasks")
-        return self.tasks[(-1 - number if "/eval/" in uid else number) % len(self.tasks)]
-
-    async def play(self, task: Task) -> dict[str, Any]:
-        variable = f"SAMPLE_{next(self.numbers)}_API_KEY"  # programs of the harness do not inherit such names
-        os.environ[variable] = task.api_key
-        try:
-            client = self.api.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
-            context = self.api.ModelContext(client=client, model=task.model)
-            (slot,) = self.environment.slots(self._task(task.sample.uid))
-            episode = await self.environment.run_slot(slot, context)
-        finally:
-            del os.environ[variable]
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if not episode.ok:
-            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "not completed")
-        parts = dict[str, float]()
-        for trace in episode.traces:
-            rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-            parts |= rewards | {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
-
-
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"gym": Gym, "mcp": Mcp, "openenv": OpenEnv, "verifiers": Verifiers}
+UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 
 def read(stream: BinaryIO) -> dict[str, Any] | None:
@@ -344,7 +55,13 @@ def failure(error: BaseException) -> dict[str, Any]:
     traceback.print_exception(type(error), error, error.__traceback__)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return {"error": f"{type(error).__name__}: {error}{where}", "mistake": isinstance(error, MISTAKES)}
+    cause = "code" if isinstance(error, MISTAKES) else "other"
+    link: BaseException | None = error  # libraries wrap the errors of their connections
+    while link is not None:
+        if isinstance(link, (ConnectionError, socket.gaierror)) or getattr(link, "errno", 0) in UNREACHABLE:
+            cause = "unreachable"
+        link = link.__cause__ or link.__context__
+    return {"error": f"{type(error).__name__}: {error}{where}", "cause": cause}
 
 
 async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
@@ -359,14 +76,13 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
 
     def answer(number: int, ended: "asyncio.Task[dict[str, Any]]") -> None:
         del running[number]
-        if ended.cancelled():
-            played: dict[str, Any] = {"error": "cancelled"}
-        else:
-            error = ended.exception()
-            played = ended.result() if error is None else failure(error)
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        played = ended.result() if error is None else failure(error)
+        if not isinstance(reward := played.get("reward"), (bool, type(None))):
+            played["reward"] = str(reward)  # JSON has no NaN
         write(replies, {"number": number, **played})
 
-    environment = await called(KINDS[setup["kind"]], setup)
+    environment = await kinds.called(kinds.KINDS[setup["kind"]], setup)
     async with environment.opened():
         write(replies, {"number": 0})
         threading.Thread(target=receive, daemon=True).start()
@@ -382,26 +98,20 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
                 running[number].cancel()
 
 
-async def serve_until_error(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
-    serving = asyncio.create_task(serve(setup, requests, replies))
-    await asyncio.wait({serving})
-    error = serving.exception()
-    assert error is not None  # it has no other end
-    write(replies, {"number": 0, **failure(error)})
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     setup = read(requests)
     if setup is not None:
         # Programs of the interpreter's environment come first, as after its `activate`.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         sys.path += [folder for folder in setup["search_path"] if folder not in sys.path]
-        asyncio.run(serve_until_error(setup["settings"], requests, replies))
+        try:
+            asyncio.run(serve(setup["settings"], requests, replies))
+        except Exception as error:  # fault boundary: code of users  # noqa: BLE001
+            write(replies, {"number": 0, **failure(error)})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run the samples of environments of others in worker processes (`environment_child`) with their own interpreter.
+"""Run the samples of agents and environments in worker processes (`environment_child`) with their own interpreter.
 
     AgentWorkflow --task: endpoint, key, sample--> EnvironmentWorkers --pipe--> worker process --HTTP--> agent_gateway
                   <--------- reward, metrics ----                      <------
@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.task import WorkerWorkflowConfig
+from areal_lora.config.sections.task import AgentWorkflowConfig, EndpointWorkflow
 from areal_lora.errors import ConfigError, undo_on_error
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
@@ -55,14 +55,13 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
 class PlayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    ``mistake``: ``error`` is one of the code's, which another try repeats.
-    """
+    ``reward`` is a number's text, because JSON has no NaN."""
 
     number: int
-    reward: float | None = None
+    reward: bool | str | None = None
     metrics: dict[str, float] = {}
     error: str = ""
-    mistake: bool = False
+    cause: Cause = Cause.OTHER
 
 
 class EnvironmentWorkers:
@@ -73,7 +72,7 @@ class EnvironmentWorkers:
 
     def __init__(self, chosen: Section) -> None:
         self._workers = list[_Worker]()
-        if isinstance(chosen, WorkerWorkflowConfig):
+        if isinstance(chosen, EndpointWorkflow):
             self._workers += (_Worker(chosen) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
@@ -97,8 +96,9 @@ class EnvironmentWorkers:
 class _Worker:
     """One process, and the next one after its end. ``_results`` are by the number of a sample that runs in it."""
 
-    def __init__(self, chosen: WorkerWorkflowConfig) -> None:
+    def __init__(self, chosen: EndpointWorkflow) -> None:
         self._chosen = chosen
+        self._fault = FaultKind.AGENT if isinstance(chosen, AgentWorkflowConfig) else FaultKind.ENVIRONMENT
         self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
@@ -116,7 +116,7 @@ class _Worker:
         try:
             process = await self.ready()
         except ConfigError as error:  # it has started before: this is no reason to end the run
-            raise GenerationFault(FaultKind.ENVIRONMENT, str(error)) from error
+            raise GenerationFault(self._fault, str(error)) from error
         if self._running is None:
             raise WorkerLost("its worker process ended before the sample started")
         fields = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
@@ -131,8 +131,11 @@ class _Worker:
                 asyncio.get_running_loop().call_later(CANCEL_S, self._kill_if_running, process, number)
             raise
         if played.error:
-            raise GenerationFault(FaultKind.ENVIRONMENT, played.error, Cause.CODE if played.mistake else Cause.OTHER)
-        return None if played.reward is None else replace(given_score(played.reward), components=played.metrics)
+            raise GenerationFault(self._fault, played.error, played.cause)
+        if played.reward is None:
+            return None
+        reward = played.reward if isinstance(played.reward, bool) else float(played.reward)
+        return replace(given_score(reward), components=played.metrics)
 
     async def ready(self) -> Process:
         """The process, started if none runs. Raises ConfigError where it cannot be started.
@@ -171,7 +174,7 @@ class _Worker:
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
             )
         if started.error:
-            raise ConfigError("workflow", f"a worker of kind {chosen.kind}: {started.error}", "correct the environment")
+            raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
 
     def _send(self, process: Process, message: WorkflowSetup | Play) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""

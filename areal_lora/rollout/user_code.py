@@ -1,6 +1,6 @@
 """Calls of user code from the controller's event loop.
 
-User code (environments, agents, workflows) is trusted: it runs in the controller's process, unlike rewards. What it
+User code (environments of `multi_turn`, custom workflows) is trusted: it runs in the controller's process, unlike rewards. What it
 raises is a typed fault of its group, never the end of the controller.
 """
 

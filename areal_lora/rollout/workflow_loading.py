@@ -59,8 +59,8 @@ def build_workflow(
 ) -> flow.Workflow:
     """Import what ``chosen`` names and build it. Raises ConfigError.
 
-    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Environments of others
-    run in ``workers``.
+    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Agents and environments
+    of others run in ``workers``.
     """
     match chosen:
         case config.SingleTurnWorkflowConfig():
@@ -75,15 +75,11 @@ def build_workflow(
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
         case config.EndpointWorkflow():
-            if isinstance(chosen, config.AgentWorkflowConfig):
-                agent = _callable(chosen.path)
-            else:
-                assert workers is not None
-                agent = workers.play
+            assert workers is not None
             return AgentWorkflow(
                 context=context,
                 sessions=sessions,
-                agent=agent,
+                agent=workers.play,
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder) if folder else None,
             )

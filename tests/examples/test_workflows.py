@@ -20,6 +20,7 @@ from areal_lora.config.models import (
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import agent_gateway
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Sample
@@ -48,8 +49,12 @@ def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
     async def main() -> Episode:
         fake = FakeServer(models={str(V1)}, answer=answer)
         one = SAMPLING.model_copy(update={"n_samples": 1})
-        async with served(fake, Graded(), one) as context, agent_gateway() as sessions:
-            return await build_workflow(workflow, context, sessions).run(PROMPT, V1, seed=1)
+        async with (
+            served(fake, Graded(), one) as context,
+            agent_gateway() as sessions,
+            EnvironmentWorkers(workflow) as workers,
+        ):
+            return await build_workflow(workflow, context, sessions, workers=workers).run(PROMPT, V1, seed=1)
 
     return asyncio.run(main())
 

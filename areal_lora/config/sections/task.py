@@ -118,10 +118,12 @@ class CustomWorkflowConfig(Section):
 
 
 class EndpointWorkflow(Section):
-    """Settings of workflows whose code calls the OpenAI endpoint."""
+    """Settings of workflows whose code calls the OpenAI endpoint, in worker processes."""
 
     tool_parser: str | None = None
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
+    python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
+    workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
 
 
 class AgentWorkflowConfig(EndpointWorkflow):
@@ -132,14 +134,12 @@ class AgentWorkflowConfig(EndpointWorkflow):
 
 
 class WorkerWorkflowConfig(EndpointWorkflow):
-    """An environment of others, in worker processes (`rollout.environment_workers`)."""
+    """An environment of others."""
 
     kind: Literal["verifiers", "gym", "mcp", "openenv"] = "verifiers"
     env: str | None = Field(None, description="Taskset (`verifiers`), `file.py:Class` (`gym`), or URL (`openenv`).")
     args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of the class or of `reset`.")
     servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
-    python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
-    workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
 
     @model_validator(mode="after")
     def _names_its_environment(self) -> Self:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
@@ -386,15 +385,6 @@ async def no_completion(task: AgentTask) -> float:
     return 1.0
 
 
-async def fails(task: AgentTask) -> float:
-    raise ValueError("no idea")
-
-
-async def no_number(task: AgentTask) -> Any:
-    await say(task, [user("hi")])
-    return "1.0"
-
-
 async def never_ends(task: AgentTask) -> float:
     await say(task, [user("hi")])
     await asyncio.sleep(600)
@@ -405,8 +395,6 @@ async def never_ends(task: AgentTask) -> float:
     ("agent", "detail", "outcome"),
     [
         (no_completion, "agent: the agent ended without a completion", Outcome.ERROR),
-        (fails, r"agent: ValueError: no idea \(.*test_agents\.py:\d+\)", Outcome.ERROR),
-        (no_number, "agent: the agent returned str", Outcome.ERROR),
         (never_ends, r"timeout: the agent took longer than 0\.5 s", Outcome.TIMEOUT),
     ],
 )
@@ -459,16 +447,3 @@ def test_openais_own_client_works() -> None:
         return 1.0
 
     assert [sum(t.loss_mask) for t in run(agent, n_samples=1).group.trajectories] == [6, 3]
-
-
-def test_an_agent_may_block() -> None:
-    def agent(task: AgentTask) -> float:
-        request = urllib.request.Request(
-            f"{task.base_url}/chat/completions",
-            data=json.dumps({"model": task.model, "messages": [user("hi")]}).encode(),
-            headers={"Authorization": f"Bearer {task.api_key}"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return float(len(json.loads(response.read())["choices"]))
-
-    assert [t.reward for t in run(agent).group.trajectories] == [1.0, 1.0]

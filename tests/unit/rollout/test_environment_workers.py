@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 import sys
 import venv
 from collections import Counter
@@ -22,6 +23,7 @@ from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
+from tests.support.agents import plain_agents
 from tests.support.rollout import gym_classes
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, prompt_of, served
@@ -37,6 +39,10 @@ def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
 
 def gym(name: str, **keys: Any) -> dict[str, Any]:
     return {"kind": "gym", "env": f"{gym_classes.__file__}:{name}"} | keys
+
+
+def agent(name: str, **keys: Any) -> dict[str, Any]:
+    return {"kind": "agent", "path": f"{plain_agents.__file__}:{name}"} | keys
 
 
 def run(chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0) -> list[Episode | BaseException]:
@@ -73,6 +79,35 @@ def test_a_gym_class_is_one_trajectory_per_sample_of_the_tokens_that_were_sample
         assert (t.reward, t.outcome) == (3.0, Outcome.OK)
 
 
+@pytest.mark.parametrize(
+    ("name", "reward", "outcome"),
+    [
+        ("blocks", 2.0, Outcome.OK),
+        ("right", 1.0, Outcome.OK),
+        ("unscored", 2.0, Outcome.OK),
+        ("no_number", None, Outcome.ERROR),
+    ],
+)
+def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> None:
+    for t in episode(agent(name)).group.trajectories:
+        assert t.outcome is outcome
+        assert reward is None or t.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "cause"),
+    [
+        ("fails", r"agent: ValueError: no idea of s \(plain_agents\.py, line \d+\)", Cause.OTHER),
+        ("text", "agent: TypeError: the agent returned str", Cause.CODE),
+    ],
+)
+def test_what_an_agent_raises_is_a_fault_of_its_group(name: str, detail: str, cause: Cause) -> None:
+    (fault,) = run(agent(name))
+    assert isinstance(fault, GenerationFault)
+    assert re.match(detail, str(fault))
+    assert fault.cause is cause
+
+
 def test_a_worker_needs_nothing_of_its_interpreter_but_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +118,9 @@ def test_a_worker_needs_nothing_of_its_interpreter_but_the_standard_library(
 
 
 def test_a_worker_runs_under_python_3_10() -> None:
-    source = Path(environment_child.__file__).read_text(encoding="utf-8")
-    tree = ast.parse(source, feature_version=(3, 10))
+    file = Path(environment_child.__file__)
+    sources = [path.read_text(encoding="utf-8") for path in (file, file.with_name("environment_kinds.py"))]
+    tree = ast.parse("\n".join(sources), feature_version=(3, 10))
     named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     named += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in named} <= sys.stdlib_module_names
@@ -139,6 +175,8 @@ def test_an_error_of_the_class_is_a_fault_of_the_environment_with_its_line() -> 
     ("chosen", "reason"),
     [
         (gym("Missing"), "has no attribute 'Missing'"),
+        (agent("missing"), "has no attribute 'missing'"),
+        (agent("NOT_CALLABLE"), "is a int, which cannot be called"),
         (gym("Letters", python="/no/python"), "cannot be started"),
         ({"kind": "verifiers", "env": "x", "python": "/bin/false"}, "does not start"),
         ({"kind": "verifiers", "env": "x"}, "No module named 'verifiers'"),

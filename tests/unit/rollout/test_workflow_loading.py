@@ -18,6 +18,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import AdapterRef, Outcome, TokenColumns, TrajectoryGroup
@@ -31,13 +32,7 @@ PROMPT = prompt_of("1+1=")
 def environment() -> None: ...
 
 
-async def agent(task: Any) -> None: ...
-
-
 def no_workflow(context: Any) -> None: ...
-
-
-NOT_CALLABLE = 3
 
 
 class Changed:
@@ -81,7 +76,7 @@ def build(**chosen: Any) -> Workflow:
 
     async def main() -> Workflow:
         async with served(FakeServer(), Graded()) as context:
-            return build_workflow(config, context, Sessions())
+            return build_workflow(config, context, Sessions(), workers=EnvironmentWorkers(config))
 
     return asyncio.run(main())
 
@@ -104,9 +99,7 @@ def test_every_kind_is_built() -> None:
     turns = build(kind="multi_turn", environment=f"{__name__}:environment", max_turns=3, arguments={"a": 1})
     assert isinstance(turns, MultiTurnWorkflow)
     assert (turns.environment, turns.max_turns, turns.arguments) == (environment, 3, {"a": 1})
-    asks = build(kind="agent", path=f"{__name__}:agent")
-    assert isinstance(asks, AgentWorkflow)
-    assert asks.agent is agent
+    assert isinstance(build(kind="agent", path="mine:agent"), AgentWorkflow)
     assert len(run("").group.trajectories) == 2
     assert MAX_MODEL_LEN == 64
 
@@ -114,8 +107,6 @@ def test_every_kind_is_built() -> None:
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        ({"kind": "agent", "path": f"{__name__}:NOT_CALLABLE"}, "is a int, which cannot be called"),
-        ({"kind": "agent", "path": f"{__name__}:missing"}, "has no 'missing'"),
         ({"kind": "custom", "path": f"{HERE}:missing"}, "has no 'missing'"),
         ({"kind": "custom", "path": f"{__name__}:Changed", "arguments": {"no": 1}}, "building the workflow fails"),
         ({"kind": "custom", "path": f"{__name__}:no_workflow"}, "has no attribute 'run'"),

@@ -1,0 +1,39 @@
+"""Agents as users write them, without the package; they run in a worker's interpreter."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+
+def blocks(task: Any) -> float:
+    """Upper-case letters of one answer."""
+    body = {"model": task.model, "messages": [{"role": "user", "content": task.sample.answer}]}
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    request = urllib.request.Request(f"{task.base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return float(sum(map(str.isupper, json.load(response)["choices"][0]["message"]["content"])))
+
+
+async def right(task: Any) -> bool:
+    return blocks(task) == 2
+
+
+async def unscored(task: Any) -> None:
+    blocks(task)
+
+
+async def no_number(task: Any) -> float:
+    return blocks(task) * float("nan")
+
+
+def text(task: Any) -> str:
+    return str(blocks(task))
+
+
+async def fails(task: Any) -> float:
+    raise ValueError(f"no idea of {task.sample.uid}")
+
+
+NOT_CALLABLE = 3
