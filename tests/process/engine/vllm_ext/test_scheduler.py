@@ -56,7 +56,7 @@ def test_an_answer_leaves_the_engine_whole(results: dict[str, Any], length: int)
 
 
 def test_a_burst_of_seeded_prompts_is_served_whole(results: dict[str, Any]) -> None:
-    """More prompts than one step has room for: vLLM cannot rewind a CPU generator, which a divided prompt would need."""
+    """More prompts than a step has room for: one in two parts would rewind a CPU generator, which vLLM cannot."""
     assert len(results["burst"]) > results["budget"]
     assert {len(answer) for answer in results["burst"]} == {NEW_TOKENS}
 
