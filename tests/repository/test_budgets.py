@@ -32,7 +32,7 @@ LINES = {
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10478,  # structured outputs; remote servers; recompute; slices; entropies; routes of CPU servers, replay
+    "engine": 10494,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4682,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,

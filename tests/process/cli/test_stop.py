@@ -40,7 +40,7 @@ def status(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("now", [False, True], ids=["in order", "now"])
 def test_a_run_is_seen_refused_a_second_start_and_stopped(tmp_path: Path, now: bool) -> None:
     root, folder = tmp_path / "my runs", tmp_path / "my runs" / "x"
-    with started(root, "x", stop_s=600.0 if now else 4.0) as process:
+    with started(root, "x", stop_s=600.0 if now else 2.0) as process:
         try:
             seen = status(folder)
             assert (seen["state"], seen["launcher_pid"]) == ("running", process.pid)

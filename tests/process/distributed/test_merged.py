@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from tests.support.distributed.engine_ranks import Case
 from tests.support.distributed.merged_ranks import SEEDS, publish_many
 from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, OUTER, RANK, SHARED, make_model
 from tests.support.distributed.spawn import run_ranks
-from tests.support.sizes import size
+from tests.support.sizes import sample, size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VERSIONS, VERSIONS_OF_FOUR = size(12, 200), 6
-CASES = [
+EVERY = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
     Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),
     Case("tp2, lora_A of gate and up shared", 2, f"moe{OUTER}", tp=2),
@@ -30,6 +31,16 @@ CASES = [
     Case("ep2 etp2, lora_A of gate and up shared", 4, f"moe{OUTER}", ep=2, etp=2, tp=2),
     Case("fsdp4, lora_A of gate and up shared", 4, f"moe{OUTER}", engine="fsdp"),
 ]
+
+
+def kinds(case: Case) -> Iterator[object]:
+    """What a sample has at least one layout of."""
+    yield case.expert_layout
+    yield case.engine, case.world
+    yield from (name for name, n in (("tp", case.tp), ("ep", case.ep), ("etp", case.etp)) if n > 1)
+
+
+CASES = sample(EVERY, 0, kinds)
 World = tuple[dict[str, np.ndarray], dict[str, list[dict[str, Any]]]]
 """Weights of the base, and by layout what each rank has seen."""
 

@@ -14,6 +14,7 @@ from tests.support.distributed.engine_ranks import Case
 from tests.support.distributed.operations_ranks import exercise
 from tests.support.distributed.spawn import run_ranks
 from tests.support.paths import EXAMPLES
+from tests.support.sizes import sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,7 +25,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sample(CASES, 0, lambda case: [case.engine]), ids=lambda case: case.name)
 def test_operations_are_the_engines_verbs(case: Case, tmp_path: Path) -> None:
     ranks = run_ranks(exercise, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=400.0)
     for found in ranks:

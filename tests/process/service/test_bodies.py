@@ -31,7 +31,7 @@ from tests.support.tinker.tenant_world import API, PROTOBUF, TOKENS, World, chec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-N_REQUESTS = size(600, 20_000)
+N_REQUESTS = size(400, 20_000)
 PASS = f"{API}/forward_backward"
 SDK: dict[str, type[msgspec.Struct]] = {
     "create_session": sdk_bodies.CreateSession,

@@ -22,7 +22,7 @@ from tests.support.weight_sync.helpers import packed, share
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEADLINE_S = 150.0
 SLACK_S = 3.0
-STALLED_S = 8.0  # of a publish that waits for a server that was stopped
+STALLED_S = 5.0  # of a publish that waits for a server that was stopped
 CONFIG = WeightSyncConfig(timeout_s=DEADLINE_S)
 WORKERS = {"server-0": 1, "server-1": 2, "server-2": 1}
 

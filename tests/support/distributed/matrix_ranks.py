@@ -307,9 +307,11 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
 
 
 def kinds(numbered: tuple[int, Sizes]) -> Iterator[object]:
-    """What a sample has a layout of: worlds, every way to split, and one that all families and adapters are in."""
+    """What a sample has a layout of: worlds that are powers of two and one that is none, every way to split, and one
+    that all families and adapters are in.
+    """
     index, sizes = numbered
-    yield f"world {sizes.world}"
+    yield sizes.world if sizes.world in (1, 2, 4, 8) else "no power of two"
     split = (sizes.tp > 1, sizes.pp > 1, sizes.ep > 1, sizes.etp > 1, sizes.world > sizes.tp * sizes.pp)
     yield from (name for name, has in zip(("tp", "pp", "ep", "etp", "dp"), split, strict=True) if has)
     yield "all fit" if sizes.world in (2, 4, 8) and not index else "some fit"

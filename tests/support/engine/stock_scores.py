@@ -18,6 +18,9 @@ def scores(base: str, adapter: str, tokens: list[int]) -> list[list[float]]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from areal_lora.engine.vllm_ext.compat.engine import import_classes
+
+    import_classes(base)
     engine = LLM(
         base,
         dtype="float32",

@@ -17,6 +17,7 @@ server.set_environment(
     )
 )
 
+from areal_lora.engine.vllm_ext.compat import cpu_kernels  # noqa: E402, F401
 from areal_lora.engine.vllm_ext.server import assemble  # noqa: E402, F401
 
 del sys.modules[server.__name__]  # a fork runs it as its main program

@@ -118,6 +118,24 @@ INTERNALS: tuple[Used, ...] = (
     Used(module="vllm.v1.engine.exceptions", name="EngineDeadError"),
     Used(module="vllm.platforms", members=("current_platform",)),
     Used(
+        module="vllm.model_executor.models.registry",
+        members=("ModelRegistry",),
+        why="vLLM inspects a model's class in a new interpreter unless it is registered",
+    ),
+    Used(
+        module="vllm.model_executor.models.registry",
+        name="_ModelRegistry",
+        members=("models",),
+        calls=(("register_model", ("model_arch", "model_cls")),),
+        why="as ModelRegistry",
+    ),
+    Used(
+        module="vllm.model_executor.models.registry",
+        name="_BaseRegisteredModel",
+        calls=(("load_model_cls", ()),),
+        why="as ModelRegistry",
+    ),
+    Used(
         module="vllm.tool_parsers.abstract_tool_parser",
         name="ToolParser",
         calls=(("__init__", ("tokenizer", "tools")), ("extract_tool_calls", ("model_output", "request"))),

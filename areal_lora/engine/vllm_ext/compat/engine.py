@@ -6,16 +6,20 @@ import signal
 import socket
 import stat
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import AsyncEngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from areal_lora.errors import AdapterError
+from areal_lora.families.shape import read_hf_config
 from areal_lora.processes.startup import die_with_parent
 
 WHOLE = "areal_lora_whole"
@@ -41,6 +45,8 @@ async def read_kv_cache_share(engine: AsyncLLM) -> float:
 
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Start vLLM's engine (`fork_engines`). Call this once per process."""
+    if current_platform.is_cpu():
+        import_classes(arguments.model)
     fork_engines()
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     config = arguments.create_engine_config()
@@ -63,6 +69,16 @@ def fork_engines() -> None:
         return start(*arguments, **options)
 
     AsyncLLM.from_vllm_config = from_vllm_config
+
+
+def import_classes(model: str) -> None:
+    """Import the classes of the model in a folder; not on a GPU, since an import may initialize CUDA.
+
+    vLLM inspects a class that is not imported in a new interpreter, once per machine, which takes ten seconds.
+    """
+    for name in read_hf_config(Path(model)).get("architectures") or ():
+        if lazy := ModelRegistry.models.get(name):
+            ModelRegistry.register_model(name, lazy.load_model_cls())
 
 
 def _leave_server() -> None:

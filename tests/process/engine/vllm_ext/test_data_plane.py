@@ -25,7 +25,7 @@ from tests.support.sizes import size
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-N_REQUESTS = size(600, 20_000)
+N_REQUESTS = size(320, 20_000)
 
 
 def ask(server: RunningServer, *bodies: dict[str, Any], path: str = "/v1/completions") -> list[tuple[int, Any]]:

@@ -184,6 +184,8 @@ def test_what_the_server_can_bind_is_what_the_checkpoint_has(served: RunningServ
 
 def test_a_stopped_worker_does_not_answer_a_ping(served: RunningServer) -> None:
     """The server process itself is well; only its worker (for one worker: the engine) stands still."""
+    if served.config.rollout.expert_parallel:
+        pytest.skip("a worker of a tensor-parallel server stands still in this test as well")
     server = psutil.Process(served.process.pid)
     family = [p for p in server.children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
     worker = max(family, key=lambda p: len(p.parents()))  # below the engine, if the engine has workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_both_runners_tell_the_same_of_a_batch_and_the_kernels_hear_of_a_changed
         assert {r.lora_int_id for r in requests} == {7, 9}
     want = [2, 2, 2, None, 0, 0, 2]
     assert rebuilt(first) == rebuilt(second) == [want] * 3, "once, and after each change of the slots"
+
+
+def test_a_models_class_is_inspected_without_a_new_interpreter(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models import registry
+
+    from areal_lora.engine.vllm_ext.compat.engine import import_classes
+
+    name = "Qwen3MoeForCausalLM"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", None)
+    monkeypatch.setitem(registry.ModelRegistry.models, name, lazy := registry.ModelRegistry.models[name])
+    with pytest.raises(TypeError):
+        lazy.inspect_model_cls()
+    import_classes(str(tiny_model))
+    assert registry.ModelRegistry.models[name].inspect_model_cls().architecture == name
 
 
 def test_the_second_runner_is_refused_by_name() -> None:

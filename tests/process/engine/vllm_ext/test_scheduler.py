@@ -55,6 +55,12 @@ def test_an_answer_leaves_the_engine_whole(results: dict[str, Any], length: int)
     assert group["free"] == results["free"]
 
 
+def test_a_burst_of_seeded_prompts_is_served_whole(results: dict[str, Any]) -> None:
+    """More prompts than a step has room for: one in two parts would rewind a CPU generator, which vLLM cannot."""
+    assert len(results["burst"]) > results["budget"]
+    assert {len(answer) for answer in results["burst"]} == {NEW_TOKENS}
+
+
 def test_a_group_survives_the_abort_of_the_sample_that_computed_the_prompt(results: dict[str, Any]) -> None:
     assert results["aborted"] == {"done": 2, "unsent": 0, "free": results["free"]}
 

@@ -34,12 +34,13 @@ class Watched:
 
         from areal_lora.config.load import load_config
         from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
-        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+        from areal_lora.engine.vllm_ext.compat.engine import import_classes, own_logprobs
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
         config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], REPLAYS)
         args = engine_args(config)
         values = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"worker_extension_cls": ""}
+        import_classes(args.model)
         self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
         core = self.engine.engine_core.engine_core
         own_logprobs(core.model_executor.driver_worker.worker)
@@ -219,6 +220,10 @@ def main(examples: Path) -> None:
             "group": engine.run([(prompts[0], 3, N, True), (prompts[1], 90, 1, False)]),
         }
         engine.scheduler.reset_prefix_cache()
+    prompts = [[5 + (7 * i + j) % 90 for j in range(60)] for i in range(32)]
+    results["burst"] = engine.run([(prompt, seed, 1, False) for seed, prompt in enumerate(prompts)])["tokens"]
+    results["budget"] = engine.scheduler.max_num_scheduled_tokens / len(prompts[0])
+    engine.scheduler.reset_prefix_cache()
     results["order"] = order_of_ends(engine, [[5 + (k + j) % 90 for j in range(20)] for k in (1, 50)])
     results["busy"] = [[busy(engine, whole, free) for whole in (False, True)] for free in FREE_BLOCKS]
     results["aborted"] = aborted(engine, [5 + (11 * j) % 90 for j in range(40)])
