@@ -124,16 +124,7 @@ def running(slurm: Slurm, job: Job, life: int = 0) -> Job:
     return job
 
 
-Case = Callable[[Slurm, Path], None]
-CASES: dict[str, Case] = {}
-
-
-def side_by_side(case: Case) -> Case:
-    CASES[case.__name__] = case
-    return case
-
-
-def alone(case: Case, slurm: Slurm, folder: Path) -> None:
+def alone(case: Callable[[Slurm, Path], None], slurm: Slurm, folder: Path) -> None:
     """Jobs of a case that failed are cancelled, or the following ones would wait for their nodes."""
     try:
         case(slurm, folder)
@@ -148,8 +139,7 @@ def out_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return submitted(slurm, tmp_path_factory.mktemp("time"), SLEEP_IN_FIRST_LIFE, "cluster.slurm.time_limit=00:01:00")
 
 
-@side_by_side
-def every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
+def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"'
     for name in ("controller-0", "server-0", "server-1"):
         rank += f'; until [ -e "$R/sessions/$AREAL_LORA_SESSION/heartbeats/{name}" ]; do sleep 0.1; done'
@@ -168,8 +158,7 @@ def every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tm
     assert RunFolder.current(job.folder).secret.parent == session
 
 
-@side_by_side
-def a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, f'if [ "$RANK" = 2 ]; then sleep 1; exit 65; fi; {SLEEPS}')
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "65:0", "0")
@@ -177,8 +166,7 @@ def a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) 
     assert count_restarts(RunFolder(job.folder)) == {}
 
 
-@side_by_side
-def killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
+def case_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
     """Until the trainer's budget of one restart is used up, which ends the job without a requeue."""
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS, "run.max_restarts=1"))
     slurm.until("a rank", lambda: "up on" in job.log("trainer-3"))
@@ -199,8 +187,7 @@ def killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tmp_pat
     assert "trainer-0 was killed by SIGKILL and has no restarts left: the job ends as failed" in log
 
 
-@side_by_side
-def a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
     dumps = (
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
         "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
@@ -220,16 +207,14 @@ def a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: 
     slurm.until_over(job.id)
 
 
-@side_by_side
-def a_setup_line_that_fails_ends_the_job_with_69(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_setup_line_that_fails_ends_the_job_with_69(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, SLEEPS, "cluster.slurm.setup=[module load no-such-module]")
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "69:0", "0")
     assert "cluster.slurm.setup: module load no-such-module ended with code 127" in job.log(f"job-{job.id}")
 
 
-@side_by_side
-def scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
+def case_scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS))
     slurm.run("scancel", job.id)
     ended = slurm.until_over(job.id)
@@ -240,8 +225,7 @@ def scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
     assert all("stopped in order" in job.log(name) for name in ("controller-0", "server-0", "server-1"))
 
 
-@side_by_side
-def scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_path: Path) -> None:
+def case_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_path: Path) -> None:
     rank = "trap 'scancel $SLURM_JOB_ID; exit 0' TERM; while true; do sleep 0.1; done"
     job = running(slurm, submitted(slurm, tmp_path, rank))
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
@@ -250,8 +234,7 @@ def scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_p
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log(f"job-{job.id}")
 
 
-@side_by_side
-def a_preempted_job_is_requeued_once_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_preempted_job_is_requeued_once_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE))
     nodes = slurm.job(job.id)["NodeList"]
     where = ("--partition=high", f"--nodelist={nodes}", "--exclusive")
@@ -270,8 +253,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@side_by_side
-def a_second_start_leaves_a_running_job_alone(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_second_start_leaves_a_running_job_alone(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS))
     (job.folder / "sessions" / f"{job.id}-0" / "rendezvous" / "trainer-0.json").write_text("{}")
     before = contents(job.folder)
@@ -292,8 +274,7 @@ def a_second_start_leaves_a_running_job_alone(slurm: Slurm, tmp_path: Path) -> N
     slurm.until_over(job.id)
 
 
-@side_by_side
-def a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_are_bounded(
+def case_a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_are_bounded(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = submitted(slurm, tmp_path, SLEEPS, "run.max_restarts=1")
@@ -312,8 +293,9 @@ def a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_ar
     assert [path.name for path in (job.folder / "sessions").iterdir()] == [f"{job.id}-1"], "the old one is removed"
 
 
-@side_by_side
-def a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the_job(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the_job(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     layout = ("cluster.nodes=4", "cluster.devices_per_node=1", "trainer.world_size=2")
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE, *layout))
     nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job.id)["NodeList"]).split()
@@ -342,8 +324,7 @@ COMPONENTS = (
 )
 
 
-@side_by_side
-def a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm: Slurm, tmp_path: Path) -> None:
     """A server that is killed restarts in its own component; the trainer's end ends all components."""
     rank = 'echo "rank $RANK on $SLURMD_NODENAME"; while [ ! -e "$R/go" ]; do sleep 0.1; done'
     job = submitted(slurm, tmp_path / "het", rank, COMPONENTS)
@@ -364,8 +345,7 @@ def a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm: Slur
     assert "stopped in order" in job.log("controller-0")
 
 
-@side_by_side
-def a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE, COMPONENTS))
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
     slurm.until_requeued(job.id)
@@ -375,8 +355,7 @@ def a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> 
     assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
 
 
-@side_by_side
-def servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
+def case_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
     """Both commands as a user types them."""
 
     def areal_lora(*words: str) -> str:
@@ -400,13 +379,18 @@ def servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slur
     assert "stopped in order" in job.log("server-3")
 
 
+CASES = {name: found for name, found in globals().items() if name.startswith("case_")}
+
+
 @pytest.fixture(scope="module")
 def outcomes(
     slurm: Slurm, out_of_time: Job, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[None]]]:
     """Two cases at a time, beside the job that runs out of time: together they fit on the nodes."""
     with ThreadPoolExecutor(2) as threads:
-        yield {name: threads.submit(alone, case, slurm, tmp_path_factory.mktemp(name)) for name, case in CASES.items()}
+        yield {
+            name: threads.submit(alone, case, slurm, tmp_path_factory.mktemp(name[:30])) for name, case in CASES.items()
+        }
 
 
 @pytest.mark.parametrize("name", CASES)
