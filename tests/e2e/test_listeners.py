@@ -122,6 +122,8 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
             wait_record(launcher, folder, "step", 2 + count(folder, "step"))  # one may have been under way
     finally:
         launcher.terminate()
+        time.sleep(0.3)
+        launcher.terminate()  # without the time that processes have to end
         launcher.wait(150)
     return [Listener(**found) for found in json.loads(done.stdout)]
 
