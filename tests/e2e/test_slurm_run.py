@@ -47,7 +47,7 @@ def test_it_learns_and_survives_a_killed_server_a_killed_rank_and_a_requeue(slur
         "cluster.nodes=2",
         "cluster.bind=0.0.0.0",
         "rollout.servers=2",
-        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
         *forked_roles(tmp_path, "trainer.python", "rollout.python"),  # the controller is a new interpreter
     )
