@@ -70,7 +70,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Slurm]:
-    """Real Slurm daemons on four pretended nodes of this machine; ask for ``slurm``."""
+    """Real Slurm daemons on pretended nodes of this machine; ask for ``slurm``."""
     from tests.support.launcher import real_slurm
 
     if reason := real_slurm.why_not():

@@ -1,6 +1,7 @@
-"""A client drives adapters of a real run over the link: trains, publishes, samples, saves, loads, through kills.
+"""A run that begins without adapters, with a real server: some join, pause and leave, a client drives others.
 
-Beside one of them an adapter trains on a data set, with the numbers of a run alone.
+The client trains, publishes, samples, saves and loads over the link, through kills. An adapter that trains on a data
+set beside them has the numbers of a run alone.
 """
 
 from __future__ import annotations
@@ -177,6 +178,44 @@ def agrees(run: Run, key: str, version: int) -> None:
     score = Pass(data=(datum(row, [1.0] * (len(row) - 1)),), loss=Loss.CROSS_ENTROPY, backward=False)
     [scored] = run.client.do(key, score)
     assert floats(scored.logprobs[0])[3:] == pytest.approx(sampled, abs=1e-3)
+
+
+def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(run: Run, alone: Ended) -> None:
+    """Weights and both moments of all steps, bit for bit; one joins at step 2 and is deleted at step 4.
+
+    A name that is used again, an adapter that cannot be trained, and one more than servers hold, change nothing either.
+    """
+    run.wanted = []
+    [attention, experts, shared] = entries(
+        "attention", "experts", "shared", experts={"steps": 50}, shared={"steps": 50}
+    )
+    service, first, bad = run.service, wanted(attention), experts | {"rank": 64}
+    service.want(first, wanted(shared))
+    service.wait(lambda: 1 in service.steps("attention.1"), "step 2")
+    late = [wanted(shared, name) for name in ("late", "later")]  # the first has a place if the test is slow
+    service.want(first, wanted(shared), wanted(bad, "bad"), wanted(experts), *late)
+    service.wait_state("experts.1", "active")
+    service.wait_state("bad.1", "failed")
+    service.wait_state("later.1", "pending")
+    service.wait(lambda: 3 in service.steps("attention.1") and service.steps("experts.1") != [], "step 4")
+    again = wanted(experts | {"steps": 2}, incarnation=2)
+    service.want(first, wanted(shared), wanted(experts, phase="deleted"), again)
+    service.wait_state("experts.1", "deleted")
+    service.wait_state("experts.2", "active")
+    service.want(first, wanted(shared, phase="deleted"), again)
+    service.wait_state("attention.1", "done")
+    service.wait_state("experts.2", "done")
+    service.want()
+    assert [state for state, _ in service.states("experts.2")] == ["pending", "active", "draining", "done"]
+    [(state, reason)] = service.states("bad.1")
+    assert (state, "rank: rank 64 is above the servers' rollout.max_lora_rank = 8" in reason) == ("failed", True)
+    assert "rollout.max_adapters = 3" in service.states("later.1")[0][1]
+    assert service.steps("experts.2") == [0, 1], "a name that is used again begins anew"
+    found = states_of(service.folder, ["attention.1", "experts.1", "experts.2"])
+    for version in (0, 1):
+        assert found["experts.2"][version] == found["experts.1"][version], "as its seed has it begin"
+    assert (service.folder.adapter_export("experts.2") / "adapter_model.safetensors").exists()
+    assert alone.states["attention"] == found["attention.1"]
 
 
 LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop"), Publish())

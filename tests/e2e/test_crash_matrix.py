@@ -7,8 +7,9 @@ and at an occurrence that the seed draws, and the run goes on to its last step.
 from __future__ import annotations
 
 import statistics
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -27,15 +28,36 @@ VICTIMS = sample(POINTS, 1)
 BEHIND = 3
 
 
+Judged = dict[str, list[tuple[CrashRun, Future[list[Damage]]]]]
+
+
 def judged(run: CrashRun) -> list[Damage]:
     return judge(execute(run))
 
 
-def test_a_death_at_any_point_costs_at_most_one_step(tmp_path: Path) -> None:
-    runs = [CrashRun(root=tmp_path, victim=victim, seed=seed, most=MOST) for seed in SEEDS for victim in POINTS]
+@pytest.fixture(scope="module")
+def judgements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
+    """All runs of this file, two at a time."""
+    make = partial(CrashRun, root=tmp_path_factory.mktemp("crashes"))
+    runs = {
+        "alone": [make(victim=victim, seed=seed, most=MOST) for seed in SEEDS for victim in POINTS],
+        "behind": [make(victim="trainer", seed=seed, behind=BEHIND) for seed in SEEDS],
+        "joined": [make(victim=v, seed=seed, joined=2, most=MOST_JOINED) for seed in SEEDS for v in VICTIMS],
+    }
     with ThreadPoolExecutor(2) as two_cores:
-        damages = [damage for run in two_cores.map(judged, runs) for damage in run]
-    print(f"\n{'killed at':36} kills  steps again  next step after (s)")
+        yield {kind: [(run, two_cores.submit(judged, run)) for run in each] for kind, each in runs.items()}
+
+
+def damages_of(judgements: Judged, kind: str) -> list[Damage]:
+    damages = [damage for _, judgement in judgements[kind] for damage in judgement.result()]
+    walls = ", ".join(f"{run.folder.name} {run.wall_s:.0f} s" for run, _ in judgements[kind])
+    print(f"\n{len(damages)} kills in {len(judgements[kind])} runs: {walls}")
+    return damages
+
+
+def test_a_death_at_any_point_costs_at_most_one_step(judgements: Judged) -> None:
+    damages = damages_of(judgements, "alone")
+    print(f"{'killed at':36} kills  steps again  next step after (s)")
     for point in (p for points in POINTS.values() for p in sample(points, MOST)):
         here = [d for d in damages if d.kill.point == point]
         assert len(here) == len(SEEDS)
@@ -46,25 +68,19 @@ def test_a_death_at_any_point_costs_at_most_one_step(tmp_path: Path) -> None:
             f"p50 {statistics.median(took_s):.1f}  max {max(took_s):.1f}"
         )
         assert max(lost) <= 1
-    walls = ", ".join(f"{run.folder.name} {run.wall_s:.0f} s" for run in runs)
-    print(f"{len(damages)} kills in {len(runs)} runs: {walls}")
 
 
-def test_steps_that_were_not_durable_are_taken_again(tmp_path: Path) -> None:
+def test_steps_that_were_not_durable_are_taken_again(judgements: Judged) -> None:
     """No prompt is lost or counted twice, whatever servers have made of the versions that are lost."""
-    runs = [CrashRun(root=tmp_path, victim="trainer", seed=seed, behind=BEHIND) for seed in SEEDS]
-    damages = [damage for run in runs for damage in judged(run)]
+    damages = damages_of(judgements, "behind")
     for damage in damages:
         print(f"{damage.kill.point:36} {damage.kill.times} times: {damage.lost_steps} steps again")
     assert 1 < max(damage.lost_steps for damage in damages) <= 1 + BEHIND
 
 
-def test_a_death_beside_two_adapters_that_joined_costs_each_at_most_one_step(tmp_path: Path) -> None:
-    runs = [CrashRun(root=tmp_path, victim=v, seed=seed, joined=2, most=MOST_JOINED) for seed in SEEDS for v in VICTIMS]
-    with ThreadPoolExecutor(2) as two_cores:
-        damages = [damage for run in two_cores.map(judged, runs) for damage in run]
+def test_a_death_beside_two_adapters_that_joined_costs_each_at_most_one_step(judgements: Judged) -> None:
+    damages = damages_of(judgements, "joined")
     assert len(damages) == len(SEEDS) * sum(min(MOST_JOINED, len(POINTS[victim])) for victim in VICTIMS)
     for damage in damages:
         print(f"{damage.kill.point:36} {damage.kill.times} times: {damage.lost_steps} steps again")
         assert damage.lost_steps <= 1
-    print(f"{len(damages)} kills in {len(runs)} runs: {', '.join(f'{r.folder.name} {r.wall_s:.0f} s' for r in runs)}")

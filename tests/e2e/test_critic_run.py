@@ -24,7 +24,7 @@ from tests.support.launcher.command import configs, forked_run
 from tests.support.paths import ROOT
 from tests.support.tasks.judge_stub import JudgeStub
 
-STEPS = 4
+STEPS = 3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

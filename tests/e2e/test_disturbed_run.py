@@ -17,11 +17,14 @@ import pytest
 from areal_lora.processes.watched import VARIABLE
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import forked_run
+from tests.support.sizes import NIGHTLY
 
 STEPS, PROMPTS, ETA = 16, 16, 2
 KILLS = "server.activated:4:kill,controller.committed:8:kill,trainer.learned:12:kill"
 """Each once; of two trainer ranks the first to get there."""
 CONSUMED = 4
+UNDISTURBED = 0.92
+"""Held-out accuracy of such a run without kills, which the nightly tests make, too; 0.328 before training."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,13 +78,18 @@ def test_it_ends_well_after_three_restarts(disturbed: Run) -> None:
     assert disturbed.summary["restarts"] == {"server-0": 1, "controller-0": 1, "trainer": 1}
 
 
-def test_it_learns_as_well_as_an_undisturbed_run(disturbed: Run, undisturbed: Run) -> None:
+def test_it_learns_as_well_as_undisturbed_runs_do(disturbed: Run) -> None:
+    print(f"\nheld-out accuracy after {STEPS} steps and three kills {disturbed.final_accuracy():.3f}")
+    assert disturbed.final_accuracy() >= UNDISTURBED - 0.05
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="a second whole run: make test-all")
+def test_it_learns_as_well_as_an_undisturbed_run_of_now(disturbed: Run, undisturbed: Run) -> None:
     assert undisturbed.code == 0, undisturbed.output
-    [before] = [r["accuracy"] for r in undisturbed.records("eval") if r["version"] == 0]
     ours, theirs = disturbed.final_accuracy(), undisturbed.final_accuracy()
-    print(f"\nheld-out accuracy {before:.3f}; after {STEPS} steps {theirs:.3f}, with three kills {ours:.3f}")
+    print(f"\nheld-out accuracy after {STEPS} steps {theirs:.3f}, with three kills {ours:.3f}")
     assert abs(ours - theirs) <= 0.05
-    assert theirs > before + 0.3, "neither has learned: the comparison proves nothing"
+    assert abs(theirs - UNDISTURBED) <= 0.05, "the constant is no longer true"
 
 
 def test_every_group_is_consumed_once_and_none_too_old(disturbed: Run) -> None:

@@ -54,6 +54,8 @@ class Run:
     output: str
     code: int
     snapshot: Path
+    left: list[str]
+    """Commands that mention its folder and run after its end."""
 
     @property
     def config(self) -> Config:
@@ -97,7 +99,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "run.page=true",
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
+    folder, commands = root / "short", [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    left = [c for c in commands if str(folder) in c]
+    return Run(folder=folder, output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot, left=left)
+
+
+@dataclass
+class Serving:
+    """The printed ``serve``, whose start nothing else waits for."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def url(self) -> str:
+        return wait_until_it_says(r" answers at (\S+) ", self.process, self.log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def serving(run: Run) -> Iterator[Serving]:
+    assert run.code == 0, run.output
+    log = run.folder / "serve.log"
+    with started(f"{run.printed('serve')} --port 0", log) as process:  # 8000 may be in use on this machine
+        yield Serving(process, log)
 
 
 def test_its_page_was_announced_and_ended_with_it(run: Run) -> None:
@@ -153,8 +176,7 @@ def test_staleness_is_bounded_and_rollouts_overlap_training(run: Run) -> None:
 
 
 def test_nothing_is_left_running(run: Run) -> None:
-    commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-    assert [c for c in commands if str(run.folder) in c] == []
+    assert run.left == []
 
 
 def test_secret_is_private_and_not_logged(run: Run) -> None:
@@ -238,7 +260,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return content
 
 
-def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(run: Run) -> None:
+def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(run: Run, serving: Serving) -> None:
     """Stock vLLM serves the exported version; of this package only the plugin for LoRA on CPU experts is active."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -247,17 +269,15 @@ def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(r
     tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = load_samples(run.config.adapters[0].task, "eval")[:32]
     prompts = [tokenizer.encode(s.prompt, add_special_tokens=False) for s in samples]
-    log, name = run.folder / "serve.log", f"gsm8k@v{STEPS}"
-    with started(f"{run.printed('serve')} --port 0", log) as process:  # 8000 may be in use on this machine
-        url = wait_until_it_says(r" answers at (\S+) ", process, log)
-        models = json.loads(wait_until_it_answers(f"{url}/models", process, log))
-        assert {name, "base"} == {model["id"] for model in models["data"]}
-        asked = {"model": name, "prompt": prompts, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
-        choices = post(f"{url}/completions", asked)["choices"]
-        given = {"model": name, "prompt": prompts[:8], "max_tokens": 1, "echo": True, "logprobs": 0}
-        scored = post(f"{url}/completions", given)["choices"]
-        curl = wait_until_it_says(r"^  (curl .*)\n", process, log)
-        assert json.loads(shell(curl).stdout)["model"] == name
+    name, url = f"gsm8k@v{STEPS}", serving.url()
+    models = json.loads(wait_until_it_answers(f"{url}/models", serving.process, serving.log))
+    assert {name, "base"} == {model["id"] for model in models["data"]}
+    asked = {"model": name, "prompt": prompts, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+    choices = post(f"{url}/completions", asked)["choices"]
+    given = {"model": name, "prompt": prompts[:8], "max_tokens": 1, "echo": True, "logprobs": 0}
+    scored = post(f"{url}/completions", given)["choices"]
+    curl = wait_until_it_says(r"^  (curl .*)\n", serving.process, serving.log)
+    assert json.loads(shell(curl).stdout)["model"] == name
     assert [choice["index"] for choice in choices] == list(range(32))
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), str(run.adapter)
@@ -290,8 +310,9 @@ def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
 
 
 @contextmanager
-def forked_servers(run: Run) -> Iterator[None]:
-    """Servers that commands start are forks; that of ``serve`` is none."""
+def forked_servers(run: Run, serving: Serving) -> Iterator[None]:
+    """Servers that commands start are forks; that of ``serve`` is none, and has read its configuration."""
+    serving.url()
     config = run.folder / "config.json"
     forked = starter_of(ROLES["rollout.python"]).interpreter(run.folder.parent / "forked")
     rollout = run.config.rollout.model_copy(update={"python": str(forked)})
@@ -303,9 +324,9 @@ def forked_servers(run: Run) -> Iterator[None]:
         config.write_bytes(recorded)
 
 
-def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
+def test_the_printed_evaluation_agrees_with_the_run(run: Run, serving: Serving) -> None:
     command = run.printed("evaluate")
-    with forked_servers(run):
+    with forked_servers(run, serving):
         done = shell(command)
     assert done.returncode == 0, done.stderr
     found = re.search(r"accuracy: ([0-9.]+) over 64 problems", done.stdout)
@@ -313,14 +334,14 @@ def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
     assert abs(float(found[1]) - run.summary["eval_after"]) <= 1 / 64 + 1e-4, "one near tie may fall the other way"
 
 
-def test_the_printed_chat_command_talks_to_the_last_version(run: Run) -> None:
+def test_the_printed_chat_command_talks_to_the_last_version(run: Run, serving: Serving) -> None:
     """Its greedy answer to a held-out problem is that of the run's last evaluation, beside an earlier version's."""
     evaluation = read_metrics(run.folder).evals[-1]
     assert evaluation.version == STEPS
     sample = evaluation.samples[0]
     before = versions_in(run.folder / "checkpoints" / "gsm8k")[0]
     chat = run.printed("chat")
-    with forked_servers(run):
+    with forked_servers(run, serving):
         both = shell(f"{chat} --against {before} --prompt {shlex.quote(sample.prompt)}")
     assert both.stdout.startswith(f"gsm8k@v{STEPS}:\n{sample.completion.strip()}\ngsm8k@v{before}:\n"), both.stderr
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,8 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
             wait_record(launcher, folder, "step", 2 + count(folder, "step"))  # one may have been under way
     finally:
         launcher.terminate()
+        time.sleep(0.3)
+        launcher.terminate()  # without the time that processes have to end
         launcher.wait(150)
     return [Listener(**found) for found in json.loads(done.stdout)]
 
@@ -180,25 +183,38 @@ def planes_of(seen: Counter[Row]) -> set[tuple[str, str]]:
 BASIC = {("admin", "HTTPS"), ("control", "zmq CURVE"), ("agents", "HTTP"), ("collectives", "gloo")}
 
 
-def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> None:
+def on_loopback(root: Path) -> list[Listener]:
     # Answers take their time, since made-up ones must not be trained on: the trainer waits for them meanwhile.
-    python = starter_of(ROLES["trainer.python"]).interpreter(tmp_path / "python", stand_in.__name__, {TOKEN_S: "60"})
-    found = walk(
-        tmp_path,
-        [],
-        "cluster.bind=127.0.0.1",
-        f"rollout.python={python}",
-        "weight_sync.probe_tolerance=1e9",
-        goes_on=False,
-    )
-    seen = check(found, "127.0.0.1")
+    python = starter_of(ROLES["trainer.python"]).interpreter(root / "python", stand_in.__name__, {TOKEN_S: "60"})
+    settings = ("cluster.bind=127.0.0.1", f"rollout.python={python}", "weight_sync.probe_tolerance=1e9")
+    return walk(root, [], *settings, goes_on=False)
+
+
+def on_all_addresses(root: Path) -> list[Listener]:
+    with namespace() as prefix:
+        return walk(root, prefix, "cluster.bind=0.0.0.0", goes_on=True)
+
+
+Walks = dict[str, Future[list[Listener]]]
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    """Both at once: most of their time they wait for answers that should not come."""
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            name: threads.submit(at, tmp_path_factory.mktemp("walk"))
+            for name, at in (("127.0.0.1", on_loopback), ("0.0.0.0", on_all_addresses))
+        }
+
+
+def test_listeners_on_loopback_with_a_server_without_a_model(walks: Walks) -> None:
+    seen = check(walks["127.0.0.1"].result(), "127.0.0.1")
     assert planes_of(seen) >= BASIC | {("data", "HTTP")}
 
 
-def test_listeners_of_a_run_that_other_machines_can_reach(tmp_path: Path) -> None:
-    with namespace() as prefix:
-        found = walk(tmp_path, prefix, "cluster.bind=0.0.0.0", goes_on=True)
-    seen = check(found, "0.0.0.0")
+def test_listeners_of_a_run_that_other_machines_can_reach(walks: Walks) -> None:
+    seen = check(walks["0.0.0.0"].result(), "0.0.0.0")
     assert planes_of(seen) >= BASIC | {("data", "HTTPS"), ("worker channel", "zmq CURVE"), ("engine queue", "Unix")}
     elsewhere = {("rollout server", "data", "HTTP"), ("rollout server", "collectives", "gloo")}  # the test above
     elsewhere |= {("service", "API", "HTTP")}  # tests/e2e/test_service_run.py

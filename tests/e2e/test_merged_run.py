@@ -14,7 +14,7 @@ from areal_lora.weight_sync.manifest import base_digest
 from tests.support.launcher.command import configs, forked_run
 from tests.support.paths import TINY_MODEL
 
-STEPS, MORE = 4, 1
+STEPS, MORE = 2, 1
 WEIGHTS = 12  # fused weights of a version of the tiny model
 SECOND_VERSION = f"server.weight_written:{WEIGHTS + 5}:kill"
 
@@ -30,8 +30,8 @@ def launch(root: Path, steps: int, **env: str) -> str:
         "run.name=merged",
         f"run.steps={steps}",
         "eval.every_steps=0",
-        "adapters.gsm8k.sampling.prompts_per_step=16",
-        "adapters.gsm8k.task.n_eval=32",
+        "adapters.gsm8k.sampling.prompts_per_step=8",
+        "adapters.gsm8k.task.n_eval=16",
         "weight_sync.rejoin_s=300",
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | env)

@@ -1,4 +1,4 @@
-"""A run whose reward fails on every answer."""
+"""A run whose reward fails on every answer; a stand-in for the server makes them up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.library.runs import load_run
-from tests.support.launcher.command import configs, embedded_run, forked_roles
+from tests.support.e2e.elastic import made_up_roles
+from tests.support.launcher.command import configs, embedded_run
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,7 +28,7 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run_once_and_with_its_line
         "eval.every_steps=0",
         "adapters.gsm8k.sampling.prompts_per_step=8",
         "adapters.gsm8k.task.n_eval=8",
-        *forked_roles(tmp_path, "trainer.python", "rollout.python"),
+        *made_up_roles(tmp_path),
     )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 64, done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """Servers ten times faster than the trainer: queue, memory and ledger file stay bounded.
 
-The nightly run stretches the same steps over ten minutes.
+The nightly run stretches twice as many steps over ten minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.rollout.helpers import NAME
 from tests.support.rollout.running import Running
 from tests.support.sizes import size
 
-STEPS, WARM_UP, ETA, B = 800, 100, 4, 4
+STEPS, WARM_UP, ETA, B = size(400, 800), 100, 4, 4
 SECONDS = size(5, 600)
 
 

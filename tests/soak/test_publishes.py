@@ -35,7 +35,7 @@ from tests.support.solo_exchange import SoloExchange
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = size(90, 1000), 40, size(16, 64), 24
+PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = size(60, 1000), 30, size(12, 64), 24
 GROWTH_BYTES = 64 << 20
 PROMPT_TOKENS = 8
 LONGEST = 200  # of the prompts that make up one batch

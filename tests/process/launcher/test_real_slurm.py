@@ -1,4 +1,4 @@
-"""The job script on a real slurmctld with four nodes.
+"""The job script on a real slurmctld with several nodes.
 
 The roles are shell scripts: this is about who runs where, who hears which signal, and what becomes of the job.
 """
@@ -10,10 +10,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from threading import Lock
 
 import pytest
 
@@ -60,6 +62,8 @@ while true; do beat; sleep 0.1; done
 SLEEPS = "sleep 1000 & wait $!"
 FIRST_LIFE = '[ "$LIFE" -gt 0 ] ||'
 SLEEP_IN_FIRST_LIFE = f"{FIRST_LIFE} {SLEEPS}"
+ENVIRONMENT = Lock()
+"""Held by the case that changes this process's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ def planned(folder: Path, trainer: str, *overrides: str, server: str = HEARS) ->
 
 def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str, server: str = HEARS) -> Job:
     config, plan = planned(folder, trainer, *overrides, server=server)
-    with pytest.MonkeyPatch.context() as patch:
+    with ENVIRONMENT, pytest.MonkeyPatch.context() as patch:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, slurm.environment[name])
         patch.setattr(sys, "executable", forked_python())  # of the supervisor
@@ -120,14 +124,13 @@ def running(slurm: Slurm, job: Job, life: int = 0) -> Job:
     return job
 
 
-@pytest.fixture(autouse=True)
-def no_job_is_left(slurm: Slurm, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Jobs of a test that failed are cancelled, or the following tests would wait for their nodes."""
-    if "out_of_time" in request.fixturenames:
-        request.getfixturevalue("out_of_time")
-    before = slurm.jobs()
-    yield
-    slurm.cancel(slurm.jobs() - before)
+def alone(case: Callable[[Slurm, Path], None], slurm: Slurm, folder: Path) -> None:
+    """Jobs of a case that failed are cancelled, or the following ones would wait for their nodes."""
+    try:
+        case(slurm, folder)
+    except BaseException:
+        slurm.cancel({path.read_text().strip() for path in folder.rglob("job.id")})
+        raise
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +139,7 @@ def out_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return submitted(slurm, tmp_path_factory.mktemp("time"), SLEEP_IN_FIRST_LIFE, "cluster.slurm.time_limit=00:01:00")
 
 
-@pytest.mark.usefixtures("out_of_time")
-def test_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
+def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"'
     for name in ("controller-0", "server-0", "server-1"):
         rank += f'; until [ -e "$R/sessions/$AREAL_LORA_SESSION/heartbeats/{name}" ]; do sleep 0.1; done'
@@ -156,7 +158,7 @@ def test_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slur
     assert RunFolder.current(job.folder).secret.parent == session
 
 
-def test_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, f'if [ "$RANK" = 2 ]; then sleep 1; exit 65; fi; {SLEEPS}')
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "65:0", "0")
@@ -164,7 +166,7 @@ def test_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: P
     assert count_restarts(RunFolder(job.folder)) == {}
 
 
-def test_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
+def case_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tmp_path: Path) -> None:
     """Until the trainer's budget of one restart is used up, which ends the job without a requeue."""
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS, "run.max_restarts=1"))
     slurm.until("a rank", lambda: "up on" in job.log("trainer-3"))
@@ -185,7 +187,7 @@ def test_killed_ranks_and_servers_start_again_in_the_allocation(slurm: Slurm, tm
     assert "trainer-0 was killed by SIGKILL and has no restarts left: the job ends as failed" in log
 
 
-def test_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
     dumps = (
         "import faulthandler, os, pathlib, signal, sys, time; sys.path.insert(0, os.getcwd());"
         "from areal_lora.processes import stacks; from areal_lora.run_folder.paths import RunFolder;"
@@ -205,14 +207,14 @@ def test_a_silent_rank_is_found_with_the_stacks_of_all_nodes_and_starts_again(sl
     slurm.until_over(job.id)
 
 
-def test_a_setup_line_that_fails_ends_the_job_with_69(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_setup_line_that_fails_ends_the_job_with_69(slurm: Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, SLEEPS, "cluster.slurm.setup=[module load no-such-module]")
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "69:0", "0")
     assert "cluster.slurm.setup: module load no-such-module ended with code 127" in job.log(f"job-{job.id}")
 
 
-def test_scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
+def case_scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS))
     slurm.run("scancel", job.id)
     ended = slurm.until_over(job.id)
@@ -223,7 +225,7 @@ def test_scancel_cancels(slurm: Slurm, tmp_path: Path) -> None:
     assert all("stopped in order" in job.log(name) for name in ("controller-0", "server-0", "server-1"))
 
 
-def test_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_path: Path) -> None:
+def case_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, tmp_path: Path) -> None:
     rank = "trap 'scancel $SLURM_JOB_ID; exit 0' TERM; while true; do sleep 0.1; done"
     job = running(slurm, submitted(slurm, tmp_path, rank))
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
@@ -232,7 +234,7 @@ def test_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, 
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.log(f"job-{job.id}")
 
 
-def test_a_preempted_job_is_requeued_once_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_preempted_job_is_requeued_once_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE))
     nodes = slurm.job(job.id)["NodeList"]
     where = ("--partition=high", f"--nodelist={nodes}", "--exclusive")
@@ -251,29 +253,28 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def test_a_second_start_leaves_a_running_job_alone(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def case_a_second_start_leaves_a_running_job_alone(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEPS))
     (job.folder / "sessions" / f"{job.id}-0" / "rendezvous" / "trainer-0.json").write_text("{}")
     before = contents(job.folder)
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    with pytest.raises(ConfigError, match=f"Slurm job {job.id} works in"), RunStart(job.config):
-        pass
     dead = tmp_path / "slurm.conf"
     text = Path(slurm.environment["SLURM_CONF"]).read_text()
     dead.write_text(text.replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1"))
-    monkeypatch.setenv("SLURM_CONF", str(dead))
     unknown = rf"Slurm job {job.id} may still work in .*Unable to contact"
-    with pytest.raises(ConfigError, match=unknown), RunStart(job.config):
-        pass
+    with ENVIRONMENT, pytest.MonkeyPatch.context() as patch:
+        for name in ("SLURM_CONF", "PATH"):
+            patch.setenv(name, slurm.environment[name])
+        with pytest.raises(ConfigError, match=f"Slurm job {job.id} works in"), RunStart(job.config):
+            pass
+        patch.setenv("SLURM_CONF", str(dead))
+        with pytest.raises(ConfigError, match=unknown), RunStart(job.config):
+            pass
     assert contents(job.folder) == before
     slurm.run("scancel", job.id)
     slurm.until_over(job.id)
 
 
-def test_a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_are_bounded(
+def case_a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoint_are_bounded(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = submitted(slurm, tmp_path, SLEEPS, "run.max_restarts=1")
@@ -292,20 +293,7 @@ def test_a_signal_before_anything_is_up_requeues_and_requeues_without_a_checkpoi
     assert [path.name for path in (job.folder / "sessions").iterdir()] == [f"{job.id}-1"], "the old one is removed"
 
 
-def test_a_job_whose_time_is_nearly_up_requeues_itself(slurm: Slurm, out_of_time: Job) -> None:
-    job = out_of_time
-    slurm.until("the requeue", lambda: slurm.job(job.id)["Restarts"] == "1")
-    # Or the next life may be signalled, too. On a slow machine it may be over by now.
-    slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=00:10:00", check=False)
-    slurm.until_requeued(job.id)
-    ended = slurm.until_over(job.id)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(f"job-{job.id}")
-    assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
-    assert job.log("server-1").count("stopped in order") == 2
-    assert (job.folder / "job.id").read_text() == f"{job.id}\n"
-
-
-def test_a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the_job(
+def case_a_lost_node_of_a_server_is_survived_and_one_of_the_trainer_requeues_the_job(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     layout = ("cluster.nodes=4", "cluster.devices_per_node=1", "trainer.world_size=2")
@@ -336,7 +324,7 @@ COMPONENTS = (
 )
 
 
-def test_a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm: Slurm, tmp_path: Path) -> None:
     """A server that is killed restarts in its own component; the trainer's end ends all components."""
     rank = 'echo "rank $RANK on $SLURMD_NODENAME"; while [ ! -e "$R/go" ]; do sleep 0.1; done'
     job = submitted(slurm, tmp_path / "het", rank, COMPONENTS)
@@ -357,7 +345,7 @@ def test_a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm:
     assert "stopped in order" in job.log("controller-0")
 
 
-def test_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
+def case_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE, COMPONENTS))
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
     slurm.until_requeued(job.id)
@@ -367,7 +355,7 @@ def test_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path
     assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
 
 
-def test_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
+def case_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
     """Both commands as a user types them."""
 
     def areal_lora(*words: str) -> str:
@@ -389,3 +377,35 @@ def test_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm:
     ended = slurm.until_over(number)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"servers-{number}")
     assert "stopped in order" in job.log("server-3")
+
+
+CASES = {name: found for name, found in globals().items() if name.startswith("case_")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    slurm: Slurm, out_of_time: Job, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    """Two cases at a time, beside the job that runs out of time: together they fit on the nodes."""
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            name: threads.submit(alone, case, slurm, tmp_path_factory.mktemp(name[:30])) for name, case in CASES.items()
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_jobs(outcomes: dict[str, Future[None]], name: str) -> None:
+    outcomes[name].result()
+
+
+def test_a_job_whose_time_is_nearly_up_requeues_itself(slurm: Slurm, out_of_time: Job) -> None:
+    job = out_of_time
+    slurm.until("the requeue", lambda: slurm.job(job.id)["Restarts"] == "1")
+    # Or the next life may be signalled, too. On a slow machine it may be over by now.
+    slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=00:10:00", check=False)
+    slurm.until_requeued(job.id)
+    ended = slurm.until_over(job.id)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(f"job-{job.id}")
+    assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
+    assert job.log("server-1").count("stopped in order") == 2
+    assert (job.folder / "job.id").read_text() == f"{job.id}\n"

@@ -10,7 +10,7 @@ import pytest
 from areal_lora.launcher.slurm.job_query import look
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from tests.support.cli.command import areal_lora
-from tests.support.launcher.real_slurm import Slurm
+from tests.support.launcher.real_slurm import NODES, Slurm
 from tests.support.obs.fake_run import make_config, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,10 +67,10 @@ def test_a_lost_node_and_a_preemption(slurm: Slurm) -> None:
 
 
 def test_reasons_to_wait(slurm: Slurm) -> None:
-    full = submitted(slurm, "sleep 60", "--partition=high", "--nodes=4", "--exclusive")
+    full = submitted(slurm, "sleep 60", "--partition=high", f"--nodes={NODES}", "--exclusive")
     until(slurm, full, "RUNNING")
     waiting = {
-        "Resources": submitted(slurm, "true", "--partition=high", "--nodes=4"),
+        "Resources": submitted(slurm, "true", "--partition=high", f"--nodes={NODES}"),
         "Dependency": submitted(slurm, "true", f"--dependency=afterok:{full}"),
         "BeginTime": submitted(slurm, "true", "--begin=now+1hour"),
         "JobHeldUser": submitted(slurm, "true", "--hold"),

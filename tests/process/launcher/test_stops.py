@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STAGE = SUPPORT / "launcher" / "stage.py"
 PROCESSES = [("server", 0), ("controller", 0), ("trainer", 0), ("trainer", 1)]
 CHOSEN = sample([(phase, way) for phase in PHASES for way in WAYS], 0, lambda pair: pair)
-seconds: dict[tuple[str, str], float] = {}
+AT_ONCE = 4
 
 
 class Run:
@@ -48,47 +48,51 @@ class Run:
             time.sleep(0.05)
 
 
-@pytest.fixture
-def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Run]]:
-    """One run for each way of stopping that is chosen in the phase."""
-    phase = request.param
-    made = {way: Run(tmp_path / way.replace(" ", "-"), phase) for way in WAYS if (phase, way) in CHOSEN}
+def stopped(folder: Path, phase: str, way: str) -> float:
+    """Seconds until nothing was left of a run that was stopped in ``phase``."""
+    run = Run(folder, phase)
     try:
-        yield made
-    finally:
-        for run in made.values():
-            run.process.kill()
-            for process in marked(run.environment):
-                process.kill()
-            run.process.wait()
-            for path in Path("/dev/shm").glob(f"{run.environment['SHARED']}*"):
-                path.unlink()
-
-
-@pytest.mark.parametrize(("runs", "phase"), [(phase, phase) for phase in PHASES], ids=PHASES, indirect=["runs"])
-def test_nothing_is_left(runs: dict[str, Run], phase: str) -> None:
-    for run in runs.values():
         run.wait()
-    held = {way: Held.by(run.environment) for way, run in runs.items()}
-    for way, run in runs.items():
-        assert any(name.startswith(run.environment["SHARED"]) for name in held[way].shared)
-        assert len(held[way].ports) >= len(PROCESSES) - (phase == "closing")
-
-    def gone_after_s(way: str) -> float:
+        held = Held.by(run.environment)
+        assert any(name.startswith(run.environment["SHARED"]) for name in held.shared)
+        assert len(held.ports) >= len(PROCESSES) - (phase == "closing")
         began_s = time.monotonic()
-        stop(runs[way].process, way)
-        return held[way].gone_after_s(runs[way].environment, began_s)
-
-    with ThreadPoolExecutor(len(runs)) as threads:
-        for way, gone_s in zip(runs, threads.map(gone_after_s, runs), strict=True):
-            seconds[phase, way] = gone_s
-    for way, run in runs.items():
+        stop(run.process, way)
+        gone_s = held.gone_after_s(run.environment, began_s)
         code = run.process.wait(150)
-        assert code == (-9 if way == "launcher killed" else 130), f"{way}: {run.output.read_text()}"
+        assert code == (-9 if way == "launcher killed" else 130), run.output.read_text()
+        return gone_s
+    finally:
+        run.process.kill()
+        for process in marked(run.environment):
+            process.kill()
+        run.process.wait()
+        for path in Path("/dev/shm").glob(f"{run.environment['SHARED']}*"):
+            path.unlink()
 
 
-def test_seconds_until_nothing_is_left() -> None:
-    if len(seconds) == len(CHOSEN):
+Outcomes = dict[tuple[str, str], Future[float]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """What becomes of each run; some are side by side."""
+    root = tmp_path_factory.mktemp("stops")
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        yield {
+            (phase, way): threads.submit(stopped, root / f"{phase} {way}".replace(" ", "-"), phase, way)
+            for phase, way in CHOSEN
+        }
+
+
+@pytest.mark.parametrize(("phase", "way"), CHOSEN, ids=[", ".join(pair) for pair in CHOSEN])
+def test_nothing_is_left(outcomes: Outcomes, phase: str, way: str) -> None:
+    outcomes[phase, way].result()
+
+
+def test_seconds_until_nothing_is_left(outcomes: Outcomes) -> None:
+    if all(outcome.exception() is None for outcome in outcomes.values()):
+        seconds = {pair: outcome.result() for pair, outcome in outcomes.items()}
         for way in WAYS:
             print(f"\n{way}: {figures(s for (_, w), s in seconds.items() if w == way)}", end="")
         print(f"\nall: {figures(seconds.values())}")

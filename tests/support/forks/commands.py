@@ -15,9 +15,10 @@ from areal_lora.cli import adapters, app, evaluate, find_run, logs, status, stop
 from areal_lora.config import facts, load, models  # noqa: F401
 from areal_lora.config.rules import guardrails  # noqa: F401
 from areal_lora.doctor import canary, checks, node, probes  # noqa: F401
-from areal_lora.launcher import plan, start, watch  # noqa: F401
+from areal_lora.launcher import plan, restarts, start, watch  # noqa: F401
 from areal_lora.launcher.slurm import job_steps, script  # noqa: F401
 from areal_lora.obs.report import page  # noqa: F401
 from areal_lora.tasks import check  # noqa: F401
 
 assert "huggingface_hub" not in sys.modules
+restarts.LONGER = 1.0  # runs of tests do not wait ever longer for what was killed again

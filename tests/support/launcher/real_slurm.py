@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munged, slurmctld, and four slurmd that stand for four nodes, or one in each host.
+"""A real Slurm on this machine: munged, slurmctld, and slurmd that stand for nodes, or one in each host.
 
 Debian's packages ``slurm-wlm`` and ``munge``, installed with apt where they are missing and this is root. Sockets,
 ports, keys and state are the cluster's own, in a temporary folder; nothing outside it is read or written.
@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from areal_lora.processes import stacks
 from tests.support.launcher.namespaces import Host
 from tests.support.packages import missing, search_path
 
-NODES = 4
+NODES = 8
 WAIT_S, STOP_S, REVOKED_S = 150.0, 60.0, 1.5
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIGURATION = """\
@@ -82,6 +83,7 @@ class Slurm:
         self.nodes: dict[str, Host | None] = {host.name: host for host in hosts[1:]}
         self.nodes = self.nodes or {f"n{node}": None for node in range(1, NODES + 1)}
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._restarting = threading.Lock()
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": search_path(),
@@ -159,10 +161,12 @@ class Slurm:
 
     def _restart_crashed_nodes(self) -> None:
         """Debian's slurmd crashes now and then; its steps outlive it, and a new one finds them."""
-        for node in self.nodes:
-            if node in self.daemons and (code := self.daemons[node].poll()) is not None:
-                print(f"slurmd of {node} ended with {code}; it is restarted")
-                self.start_node(node)
+        with self._restarting:
+            for node in self.nodes:
+                daemon = self.daemons.get(node)
+                if daemon is not None and (code := daemon.poll()) is not None:
+                    print(f"slurmd of {node} ended with {code}; it is restarted")
+                    self.start_node(node)
 
     def start_controller(self) -> None:
         self.start("slurmctld", "slurmctld", "-D", host=self.login)
@@ -172,7 +176,8 @@ class Slurm:
 
         slurmctld would notice that by itself after SlurmdTimeout, and is told to save the time.
         """
-        daemon = self.daemons.pop(node)
+        with self._restarting:
+            daemon = self.daemons.pop(node)
         for _ in range(2):  # what began meanwhile
             for process in self.processes():
                 with contextlib.suppress(psutil.Error, ProcessLookupError):  # it may end at any moment
@@ -187,7 +192,7 @@ class Slurm:
 
     def processes(self) -> list[psutil.Process]:
         """All that jobs have started. Daemons aside, each has the cluster's folder in its environment."""
-        daemons, found = {daemon.pid for daemon in self.daemons.values()}, []
+        daemons, found = {daemon.pid for daemon in [*self.daemons.values()]}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 of_a_job = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
