@@ -29,7 +29,17 @@ from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import RequestError
-from areal_lora.service.tinker import checkpoints, sdk_bodies
+from areal_lora.service.tinker import sdk_bodies
+from areal_lora.service.tinker.checkpoints import (
+    BETWEEN,
+    CREATORS,
+    KEYS,
+    STATE,
+    Archives,
+    Checkpoints,
+    Exports,
+    keys_of,
+)
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
 from areal_lora.service.tinker.sdk_bodies import retrieved
@@ -58,7 +68,7 @@ class Routes:
     """Sessions, models and their operations."""
 
     def __init__(self, queue: RequestQueue, base: Base, sampling: Sampling) -> None:
-        self._queue, self._base, self._sampling, self._exports = queue, base, sampling, checkpoints.Exports()
+        self._queue, self._base, self._sampling, self._exports = queue, base, sampling, Exports()
 
     def routes(self, guard: http.Guard) -> list[Route]:
         json: dict[str, tuple[type[Any], JsonHandler]] = {
@@ -157,7 +167,7 @@ class Routes:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise RequestError("model_id", "it names no model", fix)
         made = requests.CreateModel(lora=None, load=action, notes=http.notes_of(body.user_metadata))
-        if made.notes.get("created_by") in checkpoints.CREATORS:
+        if made.notes.get("created_by") in CREATORS:
             await self._queue.heartbeat(caller.tenant, body.session_id)
             state = await self._queue.change(lambda tx: tx.state(caller.tenant, body.path))
             return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))
@@ -228,10 +238,8 @@ def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.SaveForSa
 
 
 def _save_external(body: sdk_bodies.SaveExternal) -> requests.Save:
-    keys = checkpoints.keys_of(body.age_encryption_recipients)
-    return requests.Save(
-        name=body.path, ttl_s=body.ttl_seconds, notes={checkpoints.KEYS: checkpoints.BETWEEN.join(keys)} if keys else {}
-    )
+    keys = keys_of(body.age_encryption_recipients)
+    return requests.Save(name=body.path, ttl_s=body.ttl_seconds, notes={KEYS: BETWEEN.join(keys)} if keys else {})
 
 
 _ACTIONS: dict[str, tuple[type[Any], Callable[[Any], requests.ModelAction]]] = {
@@ -250,13 +258,7 @@ _HERE = "/api/v1"
 _SESSION = f"{_HERE}/sessions/{{session}}"
 _PROJECTS, _KEYS = "sessions of this service are in no projects", "keys are used as they are"
 _CALLS = (
-    (
-        "publish",
-        "POST DELETE",
-        f"{checkpoints.STATE}/publish",
-        "saved states are of one tenant alone",
-        "download and send them",
-    ),
+    ("publish", "POST DELETE", f"{STATE}/publish", "saved states are of one tenant alone", "download and send them"),
     ("copy_weights", "POST", f"{_HERE}/copy_weights", _PROJECTS, "load the state where it is needed"),
     ("project", "PUT", f"{_SESSION}/project", _PROJECTS, "leave it out"),
     ("trace_export", "GET", f"{_SESSION}/trace_export", "sessions are not traced", "use the records of the run"),
@@ -281,13 +283,8 @@ class Sdk:
     ) -> None:
         base = Base.of(config)
         self._sampling = Sampling(queue, base, gateway, meter)
-        archives = checkpoints.Archives(queue, config, run_folder)
-        self._parts = (
-            Routes(queue, base, self._sampling),
-            self._sampling,
-            checkpoints.Checkpoints(queue, base),
-            archives,
-        )
+        archives = Archives(queue, config, run_folder)
+        self._parts = (Routes(queue, base, self._sampling), self._sampling, Checkpoints(queue, base), archives)
 
     async def __aenter__(self) -> Sdk:
         await self._sampling.start()

@@ -25,7 +25,8 @@ from areal_lora.weight_sync.messages import JoinRequest, StageResult
 from tests.support.clocks import seen
 from tests.support.lazy import Lazy
 
-adapters = Lazy("areal_lora.engine.vllm_ext.server.adapters")
+ADAPTERS = "areal_lora.engine.vllm_ext.server.adapters"
+adapters = Lazy(ADAPTERS)
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -319,7 +320,7 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
             assert b.holds(0)
             b.workers[1].answer = accept
             b.workers[0].deaf = True
-            monkeypatch.setattr(f"{adapters.ServedAdapters.__module__}.PING_S", 0.5)
+            monkeypatch.setattr(f"{ADAPTERS}.PING_S", 0.5)
             for _ in range(10):  # a stall makes the other one silent, too
                 with pytest.raises(PublishError) as e:
                     await b.adapters.ping()
@@ -327,14 +328,14 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
                     break
             assert "workers [0]: silent" in str(e.value)
             b.workers[0].speak()
-            monkeypatch.setattr(f"{adapters.ServedAdapters.__module__}.PING_S", LONG_S)
+            monkeypatch.setattr(f"{ADAPTERS}.PING_S", LONG_S)
             await b.adapters.ping()
             request = JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=LONG_S)
             await b.adapters.join(request)  # not the late "error"
             await b.publish(1)
             assert b.holds(0, 1)
 
-    monkeypatch.setattr(adapters, "GRACE_S", 0.3)
+    monkeypatch.setattr(f"{ADAPTERS}.GRACE_S", 0.3)
     run(test())
 
 
@@ -424,7 +425,7 @@ def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
 
 
 def test_a_pinned_version_stays_for_the_next_request_of_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "PINNED_S", LONG_S)
+    monkeypatch.setattr(f"{ADAPTERS}.PINNED_S", LONG_S)
 
     async def test() -> None:
         async with bench(resident=2, spare=1) as b:
