@@ -24,9 +24,18 @@ from areal_lora.processes.watched import reached
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective import next_work
 from areal_lora.trainer.collective.fault_isolation import contained, enter, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
+from areal_lora.trainer.collective.next_work import (
+    batch_of,
+    collect_audit,
+    controller_state,
+    join_last,
+    join_publish,
+    keep_pace,
+    make_durable,
+    next_work,
+)
 from areal_lora.trainer.collective.operating import conclude, copy_state, operate, pass_together
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.training_state import Trainer
@@ -42,7 +51,7 @@ def train(trainer: Trainer) -> None:
     for state in list(trainer.states.values()):
         start(trainer, state)
     began_s = time.perf_counter()
-    while (work := next_work.next_work(trainer, partial(next_change, trainer))) is not None:
+    while (work := next_work(trainer, partial(next_change, trainer))) is not None:
         match work:
             case w.Join():
                 if (joined := join(trainer, work)) is not None:
@@ -74,7 +83,7 @@ def start(trainer: Trainer, state: TrainingState) -> None:
     """
     with contained(trainer, state):
         if trainer.rank_0:
-            for version in sorted(next_work.controller_state(trainer, state).pending):
+            for version in sorted(controller_state(trainer, state).pending):
                 trainer.rank_0.controller.request_eval(AdapterRef(name=state.name, version=version))
         save_and_publish(trainer, state)
         enter(trainer, state, state.due_phase)
@@ -91,10 +100,10 @@ def carry_out(
                 with profiled(wanted, trainer.run_folder.profile, state.name, state.version + 1, rank):
                     train_step(trainer, state, packed)
             case w.Finish():
-                next_work.join_last(trainer, state)
-                next_work.make_durable(trainer, state)
+                join_last(trainer, state)
+                make_durable(trainer, state)
             case w.PublishFault():
-                next_work.join_publish(trainer, state)
+                join_publish(trainer, state)
             case w.RolloutFault(reason=reason, exit_code=code):
                 raise AdapterRolloutError(reason, code)
     if isinstance(work, w.Finish) and state.phase is AdapterPhase.DRAINING:
@@ -105,7 +114,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
     with spans.span("collate"):
-        batch, histogram = next_work.batch_of(trainer, state, packed)
+        batch, histogram = batch_of(trainer, state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
         trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)
@@ -113,14 +122,14 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
-        next_work.keep_pace(trainer, state)
+        keep_pace(trainer, state)
     with spans.span("train"):
         lr = learning_rate(adapter.config.optimizer, state.version, adapter.run.steps)
         report = learn(
             trainer.engine, adapter, batch, version=state.version, base_dtype=trainer.config.model.dtype, lr=lr
         )
     spans.take(trainer.engine.spans)
-    audit, memory = next_work.collect_audit(trainer, state), trainer.engine.memory()
+    audit, memory = collect_audit(trainer, state), trainer.engine.memory()
     reached("trainer.learned")
     state.advance(skipped=report.skipped == 1.0, kl=report.per_sampled_token("kl"))
     if trainer.rank_0:
@@ -159,9 +168,9 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     spans = trainer.spans[state.name]
     spans.restart()
     with spans.span("checkpoint_copy"):
-        trainer.checkpointing.save(state, next_work.controller_state(trainer, state), at_once=True)
+        trainer.checkpointing.save(state, controller_state(trainer, state), at_once=True)
     with spans.span("publish_join"):
-        next_work.join_publish(trainer, state)
+        join_publish(trainer, state)
     with spans.span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version)
     if trainer.rank_0:
