@@ -186,13 +186,7 @@ def test_a_continuation_draws_other_random_numbers(server: RunningServer, versio
     cut, (rest, again, replayed) = seen(lambda: asyncio.run(run()), lambda found: found is not None) or (0, [])
     assert 0 < cut < LONG
     assert rest == again != replayed
-    assert (
-        len(
-            {sampling.continuation_seed(7, n) for n in range(500)}
-            | {sampling.continuation_seed(8, n) for n in range(500)}
-        )
-        == 1000
-    )
+    assert len({sampling.continuation_seed(seed, n) for seed in (7, 8) for n in range(500)}) == 1000
 
 
 def test_evaluation_probe_and_prompt_scores_are_not_cut(server: RunningServer, versions: Versions) -> None:
