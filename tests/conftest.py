@@ -96,7 +96,9 @@ def _user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     path, folder = sys.path.copy(), f"{tmp_path_factory.getbasetemp()}{os.sep}"
     yield
     sys.path[:] = path
-    for name in sys.modules.keys() - _LIBRARIES:  # looking at all ten thousand would take longer than most tests
+    if _LIBRARIES.issuperset(sys.modules):  # a difference of ten thousand names would take longer than many tests
+        return
+    for name in sys.modules.keys() - _LIBRARIES:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
             del sys.modules[name]
         else:
@@ -157,11 +159,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return Lanes(config, log)
 
 
+DEAR = {"vllm", "megatron", "peft", "datasets", "openai", "anthropic", "agents"}
+"""Half of the time of all imports; a few files need them."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collection imports nearly everything; what it has made is never looked through for garbage (``gc.freeze``)."""
+    """Collection imports much; what it has made is never looked through for garbage (``gc.freeze``)."""
     with collector_paused():
-        return (yield)
+        result = yield
+    if early := sorted(DEAR & sys.modules.keys()):
+        raise pytest.UsageError(f"collection has imported {', '.join(early)} (fix: tests/support/lazy.py)")
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,17 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from areal_lora.errors import AdapterError
+from areal_lora.families import peft_folder
 from areal_lora.families.family import Scope
-from areal_lora.families.peft_folder import (
-    CONFIG_FILE,
-    FILE_PREFIX,
-    OWN_KEY,
-    TENSOR_FILE,
-    checked_modules,
-    declared_spec,
-    module_of,
-    wire_name,
-)
 from areal_lora.families.registry import target_of
 from areal_lora.families.safetensors_head import head_of
 from areal_lora.run_folder.atomic import sync_folder, write_file
@@ -72,7 +63,7 @@ def _fused_patterns(spec: AdapterSpec, names: Iterable[str]) -> tuple[dict[str, 
     """Ranks and alphas of fused expert parameters that differ from those that peft would derive."""
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module in sorted({module_of(name) for name in names}):
+    for module in sorted({peft_folder.module_of(name) for name in names}):
         found, target = _EXPERT.search(module), target_of(module)
         if found is None or target is None or target[1] is not Scope.EXPERT:
             continue
@@ -147,19 +138,19 @@ def peft_writer(
     the rank that ``spec`` gives its module, or the tensors written are not those announced.
     """
     target, aliases = Path(folder), aliases or {}
-    full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
-    full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in aliases.items()}
-    modules = checked_modules(spec, full)
+    full = {peft_folder.FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
+    full |= {peft_folder.FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in aliases.items()}
+    modules = peft_folder.checked_modules(spec, full)
     if target.exists() and not replace:
         raise AdapterError(f"{target} exists; adapter folders are written once, choose another name")
     sizes = ((name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, shape in sorted(full.items()))
-    header, offsets = head_of(sizes, {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()})
-    places = {name: [offsets[FILE_PREFIX + name]] for name in shapes}
+    header, offsets = head_of(sizes, {"format": "pt", peft_folder.OWN_KEY: msgspec.json.encode(spec).decode()})
+    places = {name: [offsets[peft_folder.FILE_PREFIX + name]] for name in shapes}
     for name, wire in aliases.items():
-        places[wire].append(offsets[FILE_PREFIX + name])
+        places[wire].append(offsets[peft_folder.FILE_PREFIX + name])
 
     with new_folder(target, replace=replace) as scratch:
-        with (scratch / TENSOR_FILE).open("xb") as file:
+        with (scratch / peft_folder.TENSOR_FILE).open("xb") as file:
 
             def write(name: str, tensor: torch.Tensor) -> None:
                 if (tuple(tensor.shape), tensor.dtype) != (tuple(shapes.get(name, ())), dtype):
@@ -180,9 +171,9 @@ def peft_writer(
             file.write(header)
             file.flush()
             os.fsync(file.fileno())
-        names = {name.removeprefix(FILE_PREFIX) for name in full}
+        names = {name.removeprefix(peft_folder.FILE_PREFIX) for name in full}
         config = peft_config(spec, modules, names, base_model_path, revision)
-        write_file(scratch / CONFIG_FILE, json.dumps(config, indent=2) + "\n", durable=True)
+        write_file(scratch / peft_folder.CONFIG_FILE, json.dumps(config, indent=2) + "\n", durable=True)
 
 
 def save_peft(
@@ -211,11 +202,11 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
     """
     source = Path(folder)
     try:
-        with safe_open(source / TENSOR_FILE, framework="pt") as f:
-            own = (f.metadata() or {}).get(OWN_KEY)
+        with safe_open(source / peft_folder.TENSOR_FILE, framework="pt") as f:
+            own = (f.metadata() or {}).get(peft_folder.OWN_KEY)
             full = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as e:
         raise AdapterError(f"{source} is not a readable PEFT adapter folder: {e}") from e
-    spec = declared_spec(source, own, full)
-    checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
-    return spec, {wire_name(source, name): t for name, t in full.items()}
+    spec = peft_folder.declared_spec(source, own, full)
+    peft_folder.checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
+    return spec, {peft_folder.wire_name(source, name): t for name, t in full.items()}

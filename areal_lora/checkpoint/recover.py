@@ -18,16 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_lora.checkpoint import state
 from areal_lora.checkpoint.checkpoint_store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
-from areal_lora.checkpoint.state import (
-    MANIFEST_FILE,
-    Disk,
-    Manifest,
-    best_version,
-    decode_manifest,
-    files_of,
-    read_files,
-)
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_conflict, adapter_named
 from areal_lora.errors import CheckpointError, ConfigError
@@ -56,7 +48,7 @@ class WholeCheckpoint:
     """A complete checkpoint."""
 
     path: Path
-    manifest: Manifest
+    manifest: state.Manifest
 
     @property
     def nbytes(self) -> int:
@@ -178,13 +170,13 @@ def _vanished(root: Path) -> list[BrokenCheckpoint]:
     return [BrokenCheckpoint(path=version_folder(root, version), reason="it was written and its folder is missing")]
 
 
-def verify(folder: Path, ref: AdapterRef) -> Manifest:
+def verify(folder: Path, ref: AdapterRef) -> state.Manifest:
     """Verify that a checkpoint of ``ref`` is complete, and return its manifest.
 
     Raises CheckpointError with the reason only, without the path.
     """
     try:
-        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        manifest = state.decode_manifest((folder / state.MANIFEST_FILE).read_bytes())
         if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
             raise CheckpointError(f"the manifest is of {manifest.spec.name}@v{manifest.version}")
         for entry in manifest.files:
@@ -218,7 +210,7 @@ def check_compatible(found: WholeCheckpoint, adapter: AdapterConfig, index: int,
         )
 
 
-def tidy(plan: ResumePlan, disk: Disk) -> None:
+def tidy(plan: ResumePlan, disk: state.Disk) -> None:
     """Remove leftovers, and rename broken checkpoints so that new ones can use their names.
 
     Raises OSError. Only one process may call this, while no other process writes.
@@ -243,7 +235,7 @@ class Version:
 
     ref: AdapterRef
     path: Path
-    manifest: Manifest
+    manifest: state.Manifest
     aliases: dict[str, str]
     revision: str | None
 
@@ -251,7 +243,7 @@ class Version:
         """All tensors in float32 on the host, under every name; names that share a tensor share its memory."""
         import torch
 
-        weights = read_files([self.path / entry.name for entry in files_of(self.manifest)])["weight"]
+        weights = state.read_files([self.path / entry.name for entry in state.files_of(self.manifest)])["weight"]
         tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
         return tensors | {name: tensors[wire] for name, wire in self.aliases.items()}
 
@@ -294,14 +286,14 @@ def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -
     """What a client saved of ``adapter`` under ``label``. Raises CheckpointError, without the path."""
     path = folder.saved_state(adapter, label)
     try:
-        manifest = decode_manifest((path / MANIFEST_FILE).read_bytes())
+        manifest = state.decode_manifest((path / state.MANIFEST_FILE).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{MANIFEST_FILE}: {error.strerror}") from error
+        raise CheckpointError(f"{state.MANIFEST_FILE}: {error.strerror}") from error
     ref = AdapterRef(name=manifest.spec.name, version=manifest.version)
     return _version(config, ref, path, verify(path, ref))
 
 
-def _version(config: Config, ref: AdapterRef, path: Path, manifest: Manifest) -> Version:
+def _version(config: Config, ref: AdapterRef, path: Path, manifest: state.Manifest) -> Version:
     aliases = aliases_of(read_shape(Path(config.model.folder)), manifest.spec)
     return Version(ref=ref, path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
 
@@ -327,7 +319,7 @@ def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text:
     if text == NEWEST:
         return newest.manifest.version
     kept = {version: figures for version, figures in newest.manifest.evaluations.items() if version in present}
-    best = best_version(kept)
+    best = state.best_version(kept)
     if best is None:
         raise ConfigError(f"--version {BEST}", "no kept version was evaluated", f"give a number, or {NEWEST}")
     return best

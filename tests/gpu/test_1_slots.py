@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
 from tests.support.engine.vllm_ext.slots import install, layout_of
 from tests.support.gpu.cases import Experts, modules_with_stacks, write_slot
+from tests.support.lazy import Lazy
+
+lora_install = Lazy("areal_lora.engine.vllm_ext.worker.lora_install")
 
 LAYERS, WIDTH, RANK, TOKENS, REPLAYS = 48, 4096, 32, 64, 10_000
 
@@ -27,7 +29,7 @@ def test_slot_writer_equals_the_cpu_writer(device: torch.device, record: Any) ->
 
 def test_flush_of_an_inactive_slot_beside_a_graph(device: torch.device, record: Any) -> None:
     matrices, stacks = zip(*modules_with_stacks(LAYERS, WIDTH, RANK, device), strict=True)
-    writer = StackedSlotWriter(matrices, RANK)
+    writer = lora_install.StackedSlotWriter(matrices, RANK)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=("linear_proj",))
     versions = []
     for seed in (1, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -119,6 +119,14 @@ class Package:
                 if isinstance(node, ast.Constant) and node.value == name:
                     return node
         return None
+
+
+def trees(folder: Path, words: Collection[str]) -> Iterator[tuple[Path, ast.Module]]:
+    """Files below ``folder`` with one of ``words`` in their text; others are not parsed."""
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in words):
+            yield path, ast.parse(text)
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -16,18 +16,7 @@ import msgspec
 
 from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import (
-    AdapterStateRecord,
-    CheckpointRecord,
-    EvalRecord,
-    MembersRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    RunMetrics,
-    StepRecord,
-    position,
-)
+from areal_lora.obs.metrics import records
 from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
@@ -109,15 +98,15 @@ class MetricsTail:
         self._offset = 0
         self._lines = 0
 
-    def read_new(self) -> list[Record]:
+    def read_new(self) -> list[records.Record]:
         """The next whole records, at most about ``TAIL_BYTES``; call until the list is empty.
 
         Raises ConfigError with file and line for a line that is not a record, after those before it were returned; the
         next call continues behind it. Raises OSError.
         """
-        records: list[Record] = []
+        found: list[records.Record] = []
         if not self.path.exists():
-            return records
+            return found
         start = self._offset
         with self.path.open("rb") as file:
             file.seek(start)
@@ -125,21 +114,21 @@ class MetricsTail:
                 if not line.endswith(b"\n") or self._offset - start > TAIL_BYTES:
                     break
                 try:
-                    records.append(_decode(_RECORD, line, self.path, self._lines + 1))
+                    found.append(_decode(_RECORD, line, self.path, self._lines + 1))
                 except ConfigError:
-                    if records:
+                    if found:
                         break
                     self._pass(line)
                     raise
                 self._pass(line)
-        return records
+        return found
 
     def _pass(self, line: bytes) -> None:
         self._offset += len(line)
         self._lines += 1
 
 
-def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[Record]:
+def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[records.Record]:
     """The whole records in the last ``nbytes`` of the metrics file, oldest first; those before are not read.
 
     Records that a later resume made void are among them. Raises ConfigError for a line that is not a record.
@@ -156,7 +145,7 @@ def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[Reco
     return [_decode(_RECORD, line, path, number) for number, line in enumerate(lines, 1)]
 
 
-def state_records(run_folder: RunFolder) -> list[AdapterStateRecord | ResumeRecord]:
+def state_records(run_folder: RunFolder) -> list[records.AdapterStateRecord | records.ResumeRecord]:
     """All states of adapters and the resumes between them, as written; of every other line only the kind is read.
 
     Raises ConfigError for a line that is not a record.
@@ -171,7 +160,7 @@ def recorded_s(run_folder: RunFolder) -> float:
     return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
 
 
-def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
+def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[records.Record]:
     """Iterate over all valid records of ``metrics.jsonl`` in the order written.
 
     Records that a resume made void are skipped, which takes two passes over the file; records appended meanwhile are
@@ -189,24 +178,24 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
                 yield record
 
 
-def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
+def read_metrics(run_folder: RunFolder | Path | str) -> records.RunMetrics:
     """Load all records of `iter_metrics` into memory; empty if nothing was recorded."""
-    found = RunMetrics()
-    lists: dict[type[Record], list[Any]] = {
-        StepRecord: found.steps,
-        PublishRecord: found.publishes,
-        EvalRecord: found.evals,
-        CheckpointRecord: found.checkpoints,
-        ResumeRecord: found.resumes,
-        MembersRecord: found.members,
-        AdapterStateRecord: found.states,
+    found = records.RunMetrics()
+    lists: dict[type[records.Record], list[Any]] = {
+        records.StepRecord: found.steps,
+        records.PublishRecord: found.publishes,
+        records.EvalRecord: found.evals,
+        records.CheckpointRecord: found.checkpoints,
+        records.ResumeRecord: found.resumes,
+        records.MembersRecord: found.members,
+        records.AdapterStateRecord: found.states,
     }
     for record in iter_metrics(run_folder):
         lists[type(record)].append(record)
-    found.steps.sort(key=position)
-    found.publishes.sort(key=position)
+    found.steps.sort(key=records.position)
+    found.publishes.sort(key=records.position)
     found.evals.sort(key=lambda e: (e.version, e.step, e.order))
-    found.checkpoints.sort(key=position)
+    found.checkpoints.sort(key=records.position)
     return found
 
 
@@ -234,9 +223,9 @@ def mark_of(record: Any) -> Mark:
     return Mark(kind=kind, adapter=record.adapter, index=record.version, what=what)
 
 
-_RECORD = msgspec.json.Decoder(Record)
+_RECORD = msgspec.json.Decoder(records.Record)
 _HEAD = msgspec.json.Decoder(_Head)
-_STATE = msgspec.json.Decoder(AdapterStateRecord | ResumeRecord)
+_STATE = msgspec.json.Decoder(records.AdapterStateRecord | records.ResumeRecord)
 _STATE_LINES = (b'{"kind":"state"', b'{"kind":"resume"')
 """The start of these lines, as the writer has them."""
 

@@ -12,16 +12,8 @@ from typing import Any
 
 import msgspec
 
+from areal_lora.config import recorded
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import (
-    AdapterRun,
-    adapter_named,
-    adapter_run,
-    adapter_runs,
-    config_digest,
-    read_config,
-    with_joined,
-)
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.run_view import newest_state
@@ -233,8 +225,8 @@ def write_summary(
 
     ``adapters`` are the exported folders by adapter.
     """
-    config = with_joined(read_config(run_folder), run_folder)
-    runs = adapter_runs(config)
+    config = recorded.with_joined(recorded.read_config(run_folder), run_folder)
+    runs = recorded.adapter_runs(config)
     of_run = RunFigures(list(runs))
     for record in iter_metrics(run_folder):
         of_run.add(record)
@@ -259,7 +251,7 @@ def write_summary(
         run=config.run.name,
         model=config.model.path,
         seed=config.run.seed,
-        config_sha256=config_digest(run_folder),
+        config_sha256=recorded.config_digest(run_folder),
         steps=figures.steps,
         wall_s=round(wall_s, 3),
         eval_before=first.accuracy if first else None,
@@ -295,7 +287,9 @@ def _first_and_last(figures: Figures) -> tuple[records.EvalRecord | None, record
     return (evals[0] if evals else None), (evals[-1] if len(evals) > 1 else None)
 
 
-def _adapter_summary(run: AdapterRun, figures: Figures, share: float, path: Path | str | None) -> AdapterSummary:
+def _adapter_summary(
+    run: recorded.AdapterRun, figures: Figures, share: float, path: Path | str | None
+) -> AdapterSummary:
     (first, last), best = _first_and_last(figures), figures.best_eval
     return AdapterSummary(
         state=newest_state(figures.recorded, figures.steps, run.end),
@@ -335,8 +329,8 @@ def read_summary(run_folder: RunFolder | Path | str) -> Summary:
 
 def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, repo: str) -> str:
     """Markdown with the hub's metadata: what was trained on what, and how it measures. No paths of this machine."""
-    adapter = adapter_named(config, ref.name)
-    run = adapter_run(config, adapter)
+    adapter = recorded.adapter_named(config, ref.name)
+    run = recorded.adapter_run(config, adapter)
     metrics = read_metrics(folder)
     evals = {
         record.name: record

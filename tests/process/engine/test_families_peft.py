@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,9 @@ from tests.support.engine.merged import make
 from tests.support.families.tiny_families import save
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
+from tests.support.lazy import Lazy
+
+peft = Lazy("peft")
 
 EVERYTHING = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
 # peft 0.21 on transformers 5 takes gate_proj, up_proj and down_proj of a mixture either as the experts' only
@@ -78,7 +80,7 @@ def test_peft_equals_the_merged_model(
         warnings.simplefilter("error")
         # peft 0.21 adds these patterns itself where it fuses experts, matches them, and warns that it did not.
         warnings.filterwarnings("ignore", rf"The following (rank|alpha)_pattern keys .*: {OWN}\.$", RuntimeWarning)
-        through_peft = logprobs(PeftModel.from_pretrained(base, folders.adapter), tokens)
+        through_peft = logprobs(peft.PeftModel.from_pretrained(base, folders.adapter), tokens)
     torch.testing.assert_close(through_peft, merged, atol=2e-4, rtol=1e-4)
 
 
@@ -118,7 +120,7 @@ def test_peft_and_we_read_ranks_and_scales_alike(kind: str, one: AdapterSpec, tm
     base = model_of(folders.base)
     before, merged = logprobs(base, tokens), logprobs(model_of(folders.merged), tokens)
     assert (merged - before).abs().max() > 0.1, "the adapter does something"
-    through_peft = logprobs(PeftModel.from_pretrained(base, folders.adapter), tokens)
+    through_peft = logprobs(peft.PeftModel.from_pretrained(base, folders.adapter), tokens)
     torch.testing.assert_close(through_peft, merged, atol=2e-4, rtol=1e-4)
     loaded, tensors = load_peft(folders.adapter)
     assert loaded == one

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -27,7 +26,10 @@ from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from tests.support.engine.vllm_ext.serving import PROMPT, RANK, connect, make_tokenizer, start
 from tests.support.families.rowless import ROWLESS, save_rowless
+from tests.support.lazy import Lazy
 from tests.support.sizes import sample
+
+peft = Lazy("peft")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ALPHA = 12.0
@@ -97,7 +99,7 @@ def test_scores_and_exports_like_stock_peft(kind: str, tmp_path: Path) -> None:
     export(engine, tmp_path / "adapter")
     with torch.no_grad():
         plain = scores(base, ROWS)
-        adapted = scores(PeftModel.from_pretrained(base, tmp_path / "adapter"), ROWS)
+        adapted = scores(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), ROWS)
     assert (adapted - plain).abs().max() > 0.1, "the adapter does something"
     torch.testing.assert_close(engine.logprobs(batch, adapter=None), plain, atol=1e-4, rtol=0)
     torch.testing.assert_close(engine.logprobs(batch, adapter="a"), adapted, atol=1e-4, rtol=0)
@@ -145,8 +147,8 @@ def test_loss_and_gradients_equal_those_of_stock_peft(kind: str, tmp_path: Path)
     """PEFT's own all-linear: the same modules under the same names."""
     engine = make_engine(save_rowless(kind, tmp_path / "model"))
     wire = export(engine, tmp_path / "adapter")
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(stock(tmp_path / "model"), config)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(stock(tmp_path / "model"), config)
     own = {name.replace(".default", "").removeprefix(PREFIX): p for name, p in model.named_parameters()}
     own = {name: p for name, p in own.items() if "lora_" in name}
     assert own.keys() == wire.keys()

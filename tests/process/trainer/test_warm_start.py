@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +16,10 @@ from areal_lora.types import AdapterSpec
 from tests.support.distributed.engine_ranks import TARGETS, make_rows
 from tests.support.distributed.oracle import ALPHA, RANK, make_model, random_adapter, with_aliases
 from tests.support.distributed.spawn import run_ranks
+from tests.support.lazy import Lazy
 from tests.support.trainer.warm_ranks import start_all
+
+peft = Lazy("peft")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -27,11 +29,11 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def stock_folder(model: str, folder: Path, rank: int, alpha: int, modules: list[str]) -> str:
     torch.manual_seed(4)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False
     )
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    get_peft_model(base, config).save_pretrained(folder)
+    peft.get_peft_model(base, config).save_pretrained(folder)
     return str(folder)
 
 
@@ -46,7 +48,7 @@ def stock_scores(model: str, folder: str | None) -> Tensor:
     """Packed [T]; entry 0 of each sequence is 0."""
     scorer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     if folder is not None:
-        scorer = PeftModel.from_pretrained(scorer, folder).eval()
+        scorer = peft.PeftModel.from_pretrained(scorer, folder).eval()
     scores = []
     for row in make_rows():
         logp = scorer(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)[:-1]

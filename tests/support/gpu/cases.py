@@ -17,8 +17,6 @@ import tests.support.weight_sync  # registers the backend of sockets  # noqa: F4
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory, Packer
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.vllm_ext.compat.weights import Matrix
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
@@ -29,8 +27,12 @@ from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
 from tests.support.gpu.receiver import SECRET, receive
+from tests.support.lazy import Lazy
 from tests.support.weight_sync.helpers import KEYS, ref
 from tests.support.weight_sync.launches import launches
+
+weights = Lazy("areal_lora.engine.vllm_ext.compat.weights")
+lora_install = Lazy("areal_lora.engine.vllm_ext.worker.lora_install")
 
 CPU = torch.device("cpu")
 
@@ -54,7 +56,7 @@ class Experts:
 
     def writer(
         self, device: torch.device, on_device: bool | None = None
-    ) -> tuple[StackedSlotWriter, list[torch.Tensor]]:
+    ) -> tuple[lora_install.StackedSlotWriter, list[torch.Tensor]]:
         """A writer over bfloat16 stacks of ones, and the stacks."""
         matrices, stacks = [], []
         for layer in range(self.layers):
@@ -69,10 +71,12 @@ class Experts:
                 for e in range(self.experts):
                     module = f"model.layers.{layer}.mlp.experts.{e}.{name}_proj"
                     for suffix, stacked, full in ((".lora_A.weight", a, n_in), (".lora_B.weight", b, n_out)):
-                        matrices.append(Matrix(name=module + suffix, stacked=stacked, index=e, start=0, full=full))
-        return StackedSlotWriter(matrices, self.rank, on_device=on_device), stacks
+                        matrices.append(
+                            weights.Matrix(name=module + suffix, stacked=stacked, index=e, start=0, full=full)
+                        )
+        return lora_install.StackedSlotWriter(matrices, self.rank, on_device=on_device), stacks
 
-    def adapter(self, writer: StackedSlotWriter, seed: int) -> tuple[Full, AdapterLayout]:
+    def adapter(self, writer: lora_install.StackedSlotWriter, seed: int) -> tuple[Full, AdapterLayout]:
         spec, rng = expert_spec(self.rank), np.random.default_rng(seed)
         full = {n: rng.standard_normal(shape, dtype=np.float32) for n, shape in writer.expected(spec).items()}
         return full, layout_of(full, spec, "bfloat16")
@@ -224,10 +228,12 @@ class Pair:
         self.receiver.join()
 
 
-def modules_with_stacks(n: int, width: int, rank: int, device: torch.device) -> Iterator[tuple[Matrix, torch.Tensor]]:
+def modules_with_stacks(
+    n: int, width: int, rank: int, device: torch.device
+) -> Iterator[tuple[weights.Matrix, torch.Tensor]]:
     """o_proj of ``n`` layers with two slots, bfloat16."""
     for layer in range(n):
         for suffix, shape in ((".lora_A.weight", (2, 1, rank, width)), (".lora_B.weight", (2, 1, width, rank))):
             stack = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             name = f"model.layers.{layer}.self_attn.o_proj{suffix}"
-            yield Matrix(name=name, stacked=stack, index=0, start=0, full=width), stack
+            yield weights.Matrix(name=name, stacked=stack, index=0, start=0, full=width), stack

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +16,10 @@ from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.types import AdapterSpec, ExpertLayout
 from tests.support.families.tiny_families import save
+from tests.support.lazy import Lazy
 from tests.support.paths import TINY_MODEL
+
+peft = Lazy("peft")
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -38,7 +40,7 @@ def judge(base: Path, adapter: Path, out: Path) -> None:
     before = {file.name: file.read_bytes() for file in base.iterdir()}
     made = write_merged(base, tensors, spec.scale_of, out)
     want, got, plain = (
-        logits(PeftModel.from_pretrained(loaded(base), adapter)),
+        logits(peft.PeftModel.from_pretrained(loaded(base), adapter)),
         logits(loaded(out)),
         logits(loaded(base)),
     )
@@ -56,7 +58,9 @@ def test_a_dense_model_in_several_files_with_an_adapter_by_peft(tmp_path: Path) 
     loaded(whole).save_pretrained(base, max_shard_size="60KB")
     assert len(list(base.glob("*.safetensors"))) > 1
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(loaded(base), LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        loaded(base), peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM")
+    )
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

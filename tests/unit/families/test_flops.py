@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterStructure
+from tests.support.lazy import Lazy
+
+peft = Lazy("peft")
 
 RANK, TOKENS = 3, 12
 DENSE = {
@@ -46,7 +48,7 @@ def counted(model: dict[str, Any], *, adapted: bool) -> tuple[int, int]:
     )
     base.requires_grad_(False)
     if adapted:
-        base = get_peft_model(base, LoraConfig(r=RANK, target_modules=["o_proj"]))
+        base = peft.get_peft_model(base, peft.LoraConfig(r=RANK, target_modules=["o_proj"]))
     embedded = torch.randn(1, TOKENS, int(model["hidden_size"]), requires_grad=True)
     with FlopCounterMode(display=False) as forward:
         logits = base(inputs_embeds=embedded, use_cache=False).logits

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from areal_lora.errors import BackgroundFailed, ExitCode, RecordError
 from areal_lora.processes import watched
 from areal_lora.processes.watched import watched_task, watched_thread
 from tests.support.docs import section
+from tests.support.sources import trees
 
 PACKAGE = Path(areal_lora.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "en" / "design" / "running.md"
@@ -105,14 +106,6 @@ def starts(tree: ast.AST, scope: str = "", in_function: bool = False) -> Iterato
             if name in STARTERS:
                 yield scope, node.lineno
         yield from starts(node, inner, in_function or is_function)
-
-
-def trees(folder: Path, names: Collection[str]) -> Iterator[tuple[Path, ast.Module]]:
-    """Files with one of ``names`` in them."""
-    for path in sorted(folder.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if any(name in text for name in names):
-            yield path, ast.parse(text)
 
 
 def found(folder: Path) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ import pytest
 from areal_lora.run_folder import atomic
 from areal_lora.run_folder.atomic import replacing, write_file
 from tests.support.paths import ROOT
+from tests.support.sources import trees
 
 
 def test_a_reader_of_the_old_file_keeps_it_and_the_name_leads_to_the_new_one(tmp_path: Path) -> None:
@@ -96,9 +97,9 @@ def test_threads_that_write_one_file_leave_one_whole_content(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["a"]
 
 
-def replacements(path: Path) -> Iterator[int]:
+def replacements(tree: ast.Module) -> Iterator[int]:
     """Lines that call ``os.replace``, or ``replace`` with one argument, which no text and no record has."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "replace":
             of_os = isinstance(node.func.value, ast.Name) and node.func.value.id == "os"
             if of_os or (len(node.args) == 1 and not node.keywords):
@@ -109,7 +110,7 @@ def test_files_are_replaced_here_and_by_checkpoints_alone() -> None:
     package = ROOT / "areal_lora"
     found = {
         path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] != "checkpoint" and any(replacements(path))
+        for path, tree in trees(package, [".replace("])
+        if path.relative_to(package).parts[0] != "checkpoint" and any(replacements(tree))
     }
     assert found == {Path(atomic.__file__).relative_to(package).as_posix()}

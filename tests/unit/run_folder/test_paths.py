@@ -8,6 +8,7 @@ import pytest
 
 from areal_lora.run_folder.paths import FolderEntry, RunFolder
 from tests.support.paths import ROOT
+from tests.support.sources import trees
 
 FOLDER = RunFolder(Path("runs/x"))
 PACKAGE = ROOT / "areal_lora"
@@ -36,9 +37,8 @@ TRACKER_NAMES = {"config/sections/run.py"}
 """The word is the name of a tracker there."""
 
 
-def strings(module: Path) -> list[str]:
+def strings(tree: ast.Module) -> list[str]:
     """Every string of the code that is no docstring."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
     return [node.value for node in constants if isinstance(node.value, str)]
@@ -47,8 +47,8 @@ def strings(module: Path) -> list[str]:
 def test_a_name_of_the_run_folder_is_spelled_once() -> None:
     patterns = {name: re.compile(rf"(^|/){re.escape(name)}($|/)") for name in NAMES}
     found: dict[str, set[str]] = {name: set() for name in NAMES}
-    for module in PACKAGE.rglob("*.py"):
-        for text in strings(module):
+    for module, tree in trees(PACKAGE, NAMES):
+        for text in strings(tree):
             for name, pattern in patterns.items():
                 if pattern.search(text):
                     found[name].add(module.relative_to(PACKAGE).as_posix())

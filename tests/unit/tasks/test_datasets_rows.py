@@ -8,13 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.datasets import RowSource, read_rows
+from tests.support.lazy import Lazy
+
+datasets = Lazy("datasets")
 
 ROWS: list[dict[str, Any]] = [{"problem": "1+1=", "level": 1}, {"problem": '2, "2"\n=', "level": 2}]
 

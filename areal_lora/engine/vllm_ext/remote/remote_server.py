@@ -24,18 +24,10 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from areal_lora import errors
 from areal_lora.config.models import ClusterConfig, Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, write_config
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
-from areal_lora.errors import (
-    ArealLoraError,
-    ConfigError,
-    EnvironmentError_,
-    ProcessFailed,
-    PublishError,
-    RefusalReason,
-    undo_on_error,
-)
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -61,7 +53,7 @@ log = get_logger(__name__)
 M = TypeVar("M")
 
 
-class UnknownServer(PublishError):
+class UnknownServer(errors.PublishError):
     """The gateway does not know this server: it was lost, or the gateway was restarted."""
 
 
@@ -88,11 +80,11 @@ class GatewayClient:
         async with self._session.request(method, f"{self.url}/remote/{path}", **how) as response:
             if response.status == 401:
                 fix = "copy remote.token of the run folder again: each start of a run makes another one"
-                raise ConfigError("--token-file", f"{self.url} does not take this token", fix)
+                raise errors.ConfigError("--token-file", f"{self.url} does not take this token", fix)
             if response.status == 404:
                 raise UnknownServer(f"{self.url} has no {path}")
             if response.status == 410:
-                raise PublishError(await response.text())
+                raise errors.PublishError(await response.text())
             response.raise_for_status()
             yield response
 
@@ -121,7 +113,7 @@ class GatewayClient:
                     if at < nbytes:
                         await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            raise PublishError(f"{at} of {nbytes} bytes of a shard have arrived in time") from None
+            raise errors.PublishError(f"{at} of {nbytes} bytes of a shard have arrived in time") from None
 
 
 class RemoteServer:
@@ -150,11 +142,11 @@ class RemoteServer:
                     await self._work(tasks)
                     for task in self._requests.values():
                         task.cancel()
-            except* ArealLoraError as errors:
-                raise errors.exceptions[0] from None
+            except* errors.ArealLoraError as group:
+                raise group.exceptions[0] from None
             finally:
                 self._leave_groups()
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, UnknownServer, ConfigError):
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, UnknownServer, errors.ConfigError):
                     async with asyncio.timeout(LEAVE_S):
                         await self._gateway.send("DELETE", self._name)
 
@@ -176,7 +168,7 @@ class RemoteServer:
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() - answered_at > PATIENCE_S:
                     fix = "see whether the run is in progress"
-                    raise EnvironmentError_(f"{self._gateway.url}: no answer: {error!r} (fix: {fix})") from None
+                    raise errors.EnvironmentError_(f"{self._gateway.url}: no answer: {error!r} (fix: {fix})") from None
                 await asyncio.sleep(RETRY_S)
                 continue
             if work.over:
@@ -200,7 +192,7 @@ class RemoteServer:
                     answer = await self._publish(request, name)
                 case _:
                     answer = await self._local_answer(request)
-        except (aiohttp.ClientError, PublishError) as error:
+        except (aiohttp.ClientError, errors.PublishError) as error:
             answer = m.RemoteAnswer(number=request.number, status=503, body=str(error).encode())
         while True:
             try:
@@ -279,12 +271,14 @@ class RemoteServer:
             if answer.status != 409:
                 break
             refusal = msgspec.msgpack.decode(answer.body, type=wire.RefusalReply)
-            if refusal.reason != RefusalReason.HASH:
+            if refusal.reason != errors.RefusalReason.HASH:
                 break
             log.warning("%s is refused: %s", ref, refusal.detail)
         else:
             fix = "see what changes them on the way; use https"
-            raise ProcessFailed(f"{ref} arrived with wrong bytes {FETCHES} times from {self._gateway.url} (fix: {fix})")
+            raise errors.ProcessFailed(
+                f"{ref} arrived with wrong bytes {FETCHES} times from {self._gateway.url} (fix: {fix})"
+            )
         return answer
 
     async def _transfer(
@@ -293,12 +287,17 @@ class RemoteServer:
         shards = {s.source: (PackedShard(layout, s.source, self._keys), trailer_part(s)[1]) for s in layout.shards}
 
         if shards.keys() - self._groups.keys():
-            raise PublishError(f"this server is in no group of source ranks {sorted(shards)}; the trainer must join it")
+            raise errors.PublishError(
+                f"this server is in no group of source ranks {sorted(shards)}; the trainer must join it"
+            )
 
         async def relay(source: int, shard: PackedShard, nbytes: int) -> None:
             sent = self._in_thread(partial(shard.send, self._groups[source], deadline))
             try:
-                with undo_on_error(shard.abandon), undo_on_error(self._groups[source].close):  # workers notice at once
+                with (
+                    errors.undo_on_error(shard.abandon),
+                    errors.undo_on_error(self._groups[source].close),
+                ):  # workers notice at once
                     await self._gateway.fetch(f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline)
             finally:
                 await asyncio.wait([sent])
@@ -324,7 +323,7 @@ def local_config(settings: m.RemoteSettings, root: Path, model: Path | None, dev
     folder = model or Path(config.model.folder)
     if not folder.is_dir() or base_digest(folder) != settings.base_digest:
         fix = f"name a folder with the files of {config.model.path}"
-        raise ConfigError("--model", f"{folder} is not the run's base model on this machine", fix)
+        raise errors.ConfigError("--model", f"{folder} is not the run's base model on this machine", fix)
     chosen = ModelConfig(path=str(folder), dtype=config.model.dtype)
     cluster = ClusterConfig.model_validate({"device": device or config.cluster.device})
     rollout = config.rollout.model_copy(update={"servers": 1, "python": None, "remote": None})
@@ -345,7 +344,7 @@ async def serve_remote(
             try:
                 settings = await gateway.get("settings", m.RemoteSettings)
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise ConfigError(url, f"no gateway answers there: {error}", "see the log of remote-0") from None
+                raise errors.ConfigError(url, f"no gateway answers there: {error}", "see the log of remote-0") from None
             config = local_config(settings, Path(temporary), model, device)
             folder = RunFolder(config.run_folder.path, "")
             folder.path.mkdir()
@@ -377,7 +376,7 @@ async def _until_ended(process: subprocess.Popen[bytes], server: RemoteServer) -
     try:
         while not serving.done():
             if not _alive(process):
-                raise ProcessFailed(
+                raise errors.ProcessFailed(
                     f"the server process ended with code {process.returncode}; its last lines are above"
                 )
             await asyncio.wait([serving], timeout=RETRY_S)

@@ -17,14 +17,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_lora.engine.vllm_ext.server import adapters
-from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
 from areal_lora.engine.vllm_ext.worker import channel as ch
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.manifest import Announcement, decode, encode
 from areal_lora.weight_sync.messages import JoinRequest, StageResult
 from tests.support.clocks import seen
+from tests.support.lazy import Lazy
+
+ADAPTERS = "areal_lora.engine.vllm_ext.server.adapters"
+adapters = Lazy(ADAPTERS)
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -115,7 +117,7 @@ class Engine:
 
 
 class Bench:
-    def __init__(self, engine: Engine, workers: list[Worker], served: ServedAdapters) -> None:
+    def __init__(self, engine: Engine, workers: list[Worker], served: adapters.ServedAdapters) -> None:
         self.engine, self.workers, self.adapters = engine, workers, served
         self.timeout_s = LONG_S
 
@@ -148,7 +150,7 @@ async def bench(resident: int = 3, names: int = 1, spare: int = 0, merged: bool 
     workers = [Worker(rank, channel.ports) for rank in range(WORKERS)]
     await channel.connect(WORKERS)
     engine = Engine()
-    served = ServedAdapters(
+    served = adapters.ServedAdapters(
         engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, merged=merged
     )
     try:
@@ -318,7 +320,7 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
             assert b.holds(0)
             b.workers[1].answer = accept
             b.workers[0].deaf = True
-            monkeypatch.setattr(adapters, "PING_S", 0.5)
+            monkeypatch.setattr(f"{ADAPTERS}.PING_S", 0.5)
             for _ in range(10):  # a stall makes the other one silent, too
                 with pytest.raises(PublishError) as e:
                     await b.adapters.ping()
@@ -326,14 +328,14 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
                     break
             assert "workers [0]: silent" in str(e.value)
             b.workers[0].speak()
-            monkeypatch.setattr(adapters, "PING_S", LONG_S)
+            monkeypatch.setattr(f"{ADAPTERS}.PING_S", LONG_S)
             await b.adapters.ping()
             request = JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=LONG_S)
             await b.adapters.join(request)  # not the late "error"
             await b.publish(1)
             assert b.holds(0, 1)
 
-    monkeypatch.setattr(adapters, "GRACE_S", 0.3)
+    monkeypatch.setattr(f"{ADAPTERS}.GRACE_S", 0.3)
     run(test())
 
 
@@ -423,7 +425,7 @@ def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
 
 
 def test_a_pinned_version_stays_for_the_next_request_of_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "PINNED_S", LONG_S)
+    monkeypatch.setattr(f"{ADAPTERS}.PINNED_S", LONG_S)
 
     async def test() -> None:
         async with bench(resident=2, spare=1) as b:

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
-from areal_lora.engine.vllm_ext.server.generate import BadRequest
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.admin_client import RequestRelay
 from areal_lora.weight_sync.messages import ScoreRequest
+from tests.support.lazy import Lazy
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer
+
+admin_routes = Lazy("areal_lora.engine.vllm_ext.server.admin_routes")
+generate = Lazy("areal_lora.engine.vllm_ext.server.generate")
 
 
 def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
@@ -33,7 +35,7 @@ def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
 
     async def score(ids: list[int], lease: str, temperature: float) -> list[float]:
         if ids == [2]:
-            raise BadRequest("too long")
+            raise generate.BadRequest("too long")
         try:
             await asyncio.Event().wait()
         finally:
@@ -50,8 +52,8 @@ def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
         generator: Any = SimpleNamespace(score=score)
         unused: Any = None
         request: Any = SimpleNamespace(body=body)
-        with pytest.raises(BadRequest, match="too long"):
-            await AdminPlane(adapters, generator, unused, unused, unused).score(request)
+        with pytest.raises(generate.BadRequest, match="too long"):
+            await admin_routes.AdminPlane(adapters, generator, unused, unused, unused).score(request)
 
     asyncio.run(ask())
     assert log == ["score has ended", "given back"]
@@ -68,7 +70,9 @@ def test_a_relay_returns_the_answers_of_all_servers_and_names_one_that_is_not_th
 
         unused: Any = None
         request: Any = SimpleNamespace(body=body)
-        answer = await AdminPlane(unused, unused, unused, unused, unused).relay(RequestRelay(SECRET), request)
+        answer = await admin_routes.AdminPlane(unused, unused, unused, unused, unused).relay(
+            RequestRelay(SECRET), request
+        )
         return msgspec.msgpack.decode(answer.body, type=wire.RelayReply).answers
 
     with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score) as server:

@@ -20,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.engine.vllm_ext.compat.weights import Matrix
-from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters
 from areal_lora.engine.vllm_ext.worker import channel as ch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret
@@ -32,8 +30,12 @@ from areal_lora.weight_sync.link.backends import Backend, GroupSeat
 from areal_lora.weight_sync.link.broadcast_groups import CPU, GroupListener
 from areal_lora.weight_sync.manifest import encode, shard_keys
 from areal_lora.weight_sync.messages import JoinRequest
+from tests.support.lazy import Lazy
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec
 from tests.support.weight_sync.recorded_lane import RecordedLane
+
+weights = Lazy("areal_lora.engine.vllm_ext.compat.weights")
+served_adapters = Lazy("areal_lora.engine.vllm_ext.server.adapters")
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -89,7 +91,7 @@ class Worker:
             for name in PROJECTIONS
             for suffix, shape in ((LORA_A, (RANK, WIDTH)), (LORA_B, (WIDTH, RANK)))
         }
-        matrices = [Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
+        matrices = [weights.Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
         lane = RecordedLane(calls, CPU)
         monkeypatch.setattr(extension.weights, "bound_matrices", lambda worker: matrices)
         monkeypatch.setattr(lora_install, "lane_of", lambda device: lane)
@@ -159,7 +161,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     channel = ch.WorkerChannel(secret)
     worker = Worker(path, channel.ports, calls, monkeypatch)
     await channel.connect(1)
-    served = ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS)
+    served = served_adapters.ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS)
 
     async def answers_while_the_library_waits() -> None:
         await asyncio.to_thread(gate.reached.wait, LONG_S)

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
+from tests.support.lazy import Lazy
+
+generate = Lazy("areal_lora.engine.vllm_ext.server.generate")
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
 
 def test_idle_is_the_time_without_a_running_sequence() -> None:
     now = [100.0]
-    counters = RequestCounters(4, clock=lambda: now[0])
+    counters = generate.RequestCounters(4, clock=lambda: now[0])
 
     def after(seconds: float) -> tuple[float, float]:
         now[0] += seconds
@@ -57,9 +59,11 @@ class SlowEngine:
 
 
 def test_a_request_that_is_cut_off_while_it_is_handed_over_leaves_nothing_in_the_engine() -> None:
-    async def main() -> tuple[dict[str, str], RequestCounters]:
+    async def main() -> tuple[dict[str, str], generate.RequestCounters]:
         engine: Any = SlowEngine()
-        generator = Generator(engine=engine, max_model_len=64, vocab_size=9, counters=RequestCounters(4))
+        generator = generate.Generator(
+            engine=engine, max_model_len=64, vocab_size=9, counters=generate.RequestCounters(4)
+        )
         lease: Any = SimpleNamespace(name="math@v1", ref=None, incarnation=0, lora=None)
         params: Any = SimpleNamespace(n=1, prompt_logprobs=None)
 

@@ -17,14 +17,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from areal_lora.engine.vllm_ext.server.adapters import PINNED_S
-from areal_lora.engine.vllm_ext.server.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
 from tests.support.clocks import seen
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
+from tests.support.lazy import Lazy
 from tests.support.weight_sync import SOCKETS
+
+served_adapters = Lazy("areal_lora.engine.vllm_ext.server.adapters")
+sampling = Lazy("areal_lora.engine.vllm_ext.server.sampling")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -178,13 +180,13 @@ def test_a_continuation_draws_other_random_numbers(server: RunningServer, versio
                 return None
             cut = of.index(newest.version)
             rest = {"prompt": PROMPT + ids[:cut], "max_tokens": LONG - cut}
-            alone = [(await tokens(seed=seed, **rest))[0] for seed in (continuation_seed(11, cut), 11)]
+            alone = [(await tokens(seed=seed, **rest))[0] for seed in (sampling.continuation_seed(11, cut), 11)]
             return cut, [ids[cut:], *alone]
 
     cut, (rest, again, replayed) = seen(lambda: asyncio.run(run()), lambda found: found is not None) or (0, [])
     assert 0 < cut < LONG
     assert rest == again != replayed
-    assert len({continuation_seed(7, n) for n in range(500)} | {continuation_seed(8, n) for n in range(500)}) == 1000
+    assert len({sampling.continuation_seed(seed, n) for seed in (7, 8) for n in range(500)}) == 1000
 
 
 def test_evaluation_probe_and_prompt_scores_are_not_cut(server: RunningServer, versions: Versions) -> None:
@@ -207,7 +209,7 @@ def test_evaluation_probe_and_prompt_scores_are_not_cut(server: RunningServer, v
                 assert await asyncio.to_thread(server.score, newest) != []
             # Idle, older than what is kept otherwise, and still there for the next request of the evaluation.
             status, again = await server.post(session, **pinned)
-            if not during or time.monotonic() - running_s > PINNED_S:
+            if not during or time.monotonic() - running_s > served_adapters.PINNED_S:
                 return None
             assert status == 200, again
             return ref, again, [(await task)[1] for task in asked]

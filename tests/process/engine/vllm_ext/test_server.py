@@ -18,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.network.tls import Plane, client_context
 from areal_lora.obs.machine import MachineUse
 from areal_lora.run_folder.paths import RunFolder
@@ -36,6 +35,9 @@ from tests.support.engine.vllm_ext.serving import (
     hf_logits,
     merged_model,
 )
+from tests.support.lazy import Lazy
+
+extension = Lazy("areal_lora.engine.vllm_ext.worker.extension")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -259,7 +261,7 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
-    if os.getpriority(os.PRIO_PROCESS, 0) >= NICE:
+    if os.getpriority(os.PRIO_PROCESS, 0) >= extension.NICE:
         pytest.skip("all threads have a priority as low as that")
     server.publish(server.adapter(1))
     engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
@@ -268,10 +270,10 @@ def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer
         fields = (task / "stat").read_text().rpartition(")")[2].split()
         nice[int(task.name)] = int(fields[16])
     own = nice[engine.pid]
-    assert own < NICE, "the model's own thread"
-    low = [n for n in nice.values() if n == NICE]
+    assert own < extension.NICE, "the model's own thread"
+    low = [n for n in nice.values() if n == extension.NICE]
     assert 2 <= len(low) < len(nice) / 2
-    assert set(nice.values()) == {own, NICE}
+    assert set(nice.values()) == {own, extension.NICE}
 
 
 def test_every_answer_is_of_one_version_while_versions_come_and_go(server: RunningServer) -> None:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 from tests.support.engine.vllm_ext.slots import install, layout_of
+from tests.support.lazy import Lazy
+
+lora_install = Lazy("areal_lora.engine.vllm_ext.worker.lora_install")
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -175,7 +177,7 @@ def test_every_worker_holds_what_vllm_would_slice(tp: int, ep: int) -> None:
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
     for rank in range(tp):
         ours, theirs = made(all_modules(tp, ep, rank)), made(all_modules(tp, ep, rank))
-        writer = StackedSlotWriter(bound_matrices(worker_with(ours)), MAX_RANK)
+        writer = lora_install.StackedSlotWriter(bound_matrices(worker_with(ours)), MAX_RANK)
         full = numbered(writer.expected(spec))
         assert len(full) == 2 * (8 + 3 * EXPERTS), "q k v o, gate up down, one plain column, the experts"
         install(writer, SLOT, layout_of(full, spec), full)
@@ -194,4 +196,4 @@ def test_fused_experts_in_one_tensor_are_left_alone(caplog: pytest.LogCaptureFix
     module = made({MOE: expert_module("FusedMoE3DWithLoRA", 2, 1, 0)})
     assert list(bound_matrices(worker_with(module))) == []
     with pytest.raises(AdapterError):
-        StackedSlotWriter(bound_matrices(worker_with(module)), MAX_RANK)
+        lora_install.StackedSlotWriter(bound_matrices(worker_with(module)), MAX_RANK)

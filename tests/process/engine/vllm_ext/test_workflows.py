@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from transformers import AutoTokenizer
 
@@ -33,6 +32,9 @@ from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
+from tests.support.lazy import Lazy
+
+openai = Lazy("openai")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

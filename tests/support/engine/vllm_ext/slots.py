@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.inbox import BucketBytes
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import KEYS
+
+if TYPE_CHECKING:
+    from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 
 Full = dict[str, np.ndarray]
 """Whole tensors by name, fp32."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, pack
-from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
 from tests.support.distributed.engine_ranks import make_batch
 from tests.support.engine.layers import plain_attention
+from tests.support.lazy import Lazy
 
-install_cpu_patches()
-from areal_lora.engine.megatron_utils.modules import PackedAttention, Packing  # noqa: E402
+modules = Lazy("areal_lora.engine.megatron_utils.modules")
+pytestmark = pytest.mark.usefixtures("cpu_patches")
 
 CPU = torch.device("cpu")
 WIDTH, HEADS, GROUPS = 8, 4, 2
@@ -60,7 +60,7 @@ def test_packed_trees_equal_whole_sequences(padding: int, flash: bool, monkeypat
         plain_attention.install(monkeypatch)
     n_tokens = 9 + 2 + 1 + 5 + 3 + 23 + 1 + padding
     packed = pack(make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=n_tokens), 0, CPU)
-    core, packing = PackedAttention(None), Packing(INV_FREQ, torch.float32)
+    core, packing = modules.PackedAttention(None), modules.Packing(INV_FREQ, torch.float32)
     core.packing = packing
     q, k, v = random_inputs(n_tokens, seed=3)
     out = core(q, k, v, packing.add(packed.attention, packed.tokens))
@@ -89,7 +89,7 @@ def test_packed_trees_equal_whole_sequences(padding: int, flash: bool, monkeypat
 
 
 def test_recomputation_finds_the_plan_of_its_micro_batch() -> None:
-    packing = Packing(INV_FREQ, torch.float32)
+    packing = modules.Packing(INV_FREQ, torch.float32)
     first, second = (AttentionPlan([Segment(start=0, own=n)], n, CPU) for n in (3, 4))
     keys = [torch.zeros(n, dtype=torch.int64) for n in (3, 4)]
     numbers = packing.add(first, keys[0]), packing.add(second, keys[1])

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.expert_mlp import ExpertLora
-from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
+from tests.support.lazy import Lazy
 
-install_cpu_patches()
-from areal_lora.engine.megatron_utils.modules import GroupedExperts, GroupedLinear  # noqa: E402
+modules = Lazy("areal_lora.engine.megatron_utils.modules")
+pytestmark = pytest.mark.usefixtures("cpu_patches")
 
 HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
 SPLITS = [4, 0, 7, 1]
@@ -25,10 +25,10 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def make_experts(dtype: torch.dtype = torch.float32) -> GroupedExperts:
+def make_experts(dtype: torch.dtype = torch.float32) -> modules.GroupedExperts:
     config = SimpleNamespace(hidden_size=HIDDEN, moe_ffn_hidden_size=WIDTH, params_dtype=dtype)
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-    experts = GroupedExperts(len(SPLITS), config, pg_collection=groups)
+    experts = modules.GroupedExperts(len(SPLITS), config, pg_collection=groups)
     for parameter in experts.parameters():
         nn.init.normal_(parameter.requires_grad_(False), std=0.3)
     return experts
@@ -41,12 +41,12 @@ def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Param
     return a, b
 
 
-def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
+def adapt(linear: modules.GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
     linear.residents[name] = ExpertLora(a, b, SCALE)
     linear.active = ActiveAdapters({name: None})
 
 
-def one_by_one(experts: GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
+def one_by_one(experts: modules.GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
     """The same function written per expert; ``lora`` holds A1, B1, A2, B2, each [n, ...] or [...]."""
     parts = []
     for e, (rows, p) in enumerate(zip(x.split(SPLITS), probs.split(SPLITS), strict=True)):

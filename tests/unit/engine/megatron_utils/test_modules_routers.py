@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
-from areal_lora.engine.megatron_utils.cpu_patches import install_cpu_patches
+from tests.support.lazy import Lazy
 
-install_cpu_patches()
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function  # noqa: E402
-
-from areal_lora.engine.megatron_utils.modules import RouterChoice  # noqa: E402
+moe_utils = Lazy("megatron.core.transformer.moe.moe_utils")
+modules = Lazy("areal_lora.engine.megatron_utils.modules")
+pytestmark = pytest.mark.usefixtures("cpu_patches")
 
 TOKENS, EXPERTS, K = 7, 6, 2
 HOWS: tuple[dict[str, Any], ...] = (
@@ -46,17 +44,17 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     """On one rank, and on both of a sequence-parallel group, which have half of the micro-batch's tokens each."""
     print("seed 2")
     torch.manual_seed(2)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr("megatron.core.parallel_state.get_tensor_model_parallel_rank", lambda: rank)
     active, tokens = ActiveAdapters(), TOKENS if rank is None else 2 * TOKENS
     own = slice(0, TOKENS) if rank is None else slice(rank * TOKENS, (rank + 1) * TOKENS)
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
-    plain, plain_map = topk_routing_with_score_function(logits, K, **how)
-    choice: Any = RouterChoice(active, 1)
-    assert torch.equal(topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
+    plain, plain_map = moe_utils.topk_routing_with_score_function(logits, K, **how)
+    choice: Any = modules.RouterChoice(active, 1)
+    assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     routes = torch.rand(tokens, 3, EXPERTS).topk(K).indices.to(torch.int16)
     routes[::3] = -1
     active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes))
-    found, found_map = topk_routing_with_score_function(logits, K, **how, router_replay=choice)
+    found, found_map = moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)
     mine = routes[own, 1].long()
     chosen = torch.where(mine < 0, plain_map.nonzero()[:, 1].view(TOKENS, K), mine)
     exact = logits.detach().double().requires_grad_()
@@ -71,4 +69,4 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     assert exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
     active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes.new_full(routes.shape, -1)))
-    assert torch.equal(topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
+    assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)

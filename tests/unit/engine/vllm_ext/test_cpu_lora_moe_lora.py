@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.compat import cpu_kernels
-from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts, expert_product, plain_product
 from areal_lora.engine.vllm_ext.cpu_lora import ExpertAdapters, ExpertPairs, ExpertProduct, Runs, moe_lora
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU
+from tests.support.lazy import Lazy
+
+cpu_kernels = Lazy("areal_lora.engine.vllm_ext.compat.cpu_kernels")
 
 E, H, INTER, RANK, SLOTS = 6, 32, 24, 4, 3
 
@@ -104,12 +105,12 @@ def test_gate_and_up_with_one_lora_a() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """vLLM's oneDNN kernels where the CPU has them; some experts have more rows than one kernel takes."""
-    monkeypatch.setattr(PackedExperts, "MAX_ROWS", 16)
+    monkeypatch.setattr(cpu_kernels.PackedExperts, "MAX_ROWS", 16)
     args = make(17, dtype, 60, 2)
     slots = MIXTURES["all"](60)
     want = oracle(*args, slots)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    assert (run(*args, slots, expert_product).double() - want).abs().max() < tolerance * want.abs().max()
+    assert (run(*args, slots, cpu_kernels.expert_product).double() - want).abs().max() < tolerance * want.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,10 +124,10 @@ def test_a_type_that_onednn_lacks(
 
     def product(weight: torch.Tensor) -> ExpertProduct:
         parameter = torch.nn.Parameter(weight, requires_grad=False)
-        made = expert_product(parameter)
+        made = cpu_kernels.expert_product(parameter)
         parameter.data = weight.new_zeros(1, 1, 1).expand(weight.shape)
         assert isinstance(made, partial)
-        assert made.func is plain_product
+        assert made.func is cpu_kernels.plain_product
         return made
 
     monkeypatch.setattr(cpu_kernels._custom_ops, "create_onednn_mm", lacks)
@@ -156,8 +157,9 @@ def test_all_of_it_on_a_cpu_with_avx2_only() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("product", [PlainProduct, PackedExperts])
-def test_tokens_without_an_adapter_do_not_see_one(product: type) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_without_an_adapter_do_not_see_one(packed: bool) -> None:
+    product = cpu_kernels.PackedExperts if packed else PlainProduct
     args = make(3, torch.float32, 12, 2)
     mixed = run(*args, MIXTURES["last slot and base"](12), product)
     plain = run(*args, MIXTURES["base"](12), product)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import pytest
 
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.workflow import Episode
+from tests.support.lazy import Lazy
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, episode, saying
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS
+
+anthropic = Lazy("anthropic")
 
 ODD = 'ok {add {"a":1.0,  "b":2}}'  # neither how the template writes it nor the client
 TOOL: Any = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from areal_lora.data.collate import collate
@@ -18,9 +17,12 @@ from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import RouteShape
+from tests.support.lazy import Lazy
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
 from tests.support.rollout.fake_server import FakeServer, Fault, routes_of
 from tests.support.rollout.texts import EOS
+
+openai = Lazy("openai")
 
 CALL = 'ok{add {"a": 1, "b": 2}}'
 ODD = 'ok{add {"a":1,  "b":2}}'  # not how the template writes it

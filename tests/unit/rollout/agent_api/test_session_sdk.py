@@ -11,20 +11,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
-from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers
 from areal_lora.network.http_server import ToolCallsBody
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.conversations import ConversationFile, read_conversations
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
 from tests.support.rollout.agent_endpoint import episode
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1
+
+tool_calls = Lazy("areal_lora.engine.vllm_ext.server.tool_calls")
+agents = Lazy("agents")
+openai = Lazy("openai")
 
 TEMPLATE = """\
 {%- if tools %}Tools:{% for tool in tools %}
@@ -47,13 +49,11 @@ SAID: list[tuple[str, list[tuple[str, dict[str, int]]]]] = [
 RESULTS = [["12", "30"], ["42"]]
 
 
-@function_tool
 def multiply(a: int, b: int) -> str:
     """The product."""
     return str(a * b)
 
 
-@function_tool
 def add(a: int, b: int) -> str:
     """The sum."""
     return str(a + b)
@@ -87,13 +87,13 @@ def written(turns: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
 @pytest.mark.parametrize(
     ("api", "streamed"),
-    [(OpenAIResponsesModel, False), (OpenAIResponsesModel, True), (OpenAIChatCompletionsModel, False)],
+    [("OpenAIResponsesModel", False), ("OpenAIResponsesModel", True), ("OpenAIChatCompletionsModel", False)],
 )
-def test_the_sdk_calls_three_tools(api: Any, streamed: bool, separators: tuple[str, str], tmp_path: Any) -> None:
-    set_tracing_disabled(True)
+def test_the_sdk_calls_three_tools(api: str, streamed: bool, separators: tuple[str, str], tmp_path: Any) -> None:
+    agents.set_tracing_disabled(True)
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "tiny_model")
     tokenizer.chat_template = TEMPLATE
-    parsers, left = ToolCallParsers(tokenizer, ["hermes"]), iter(answers(separators))
+    parsers, left = tool_calls.ToolCallParsers(tokenizer, ["hermes"]), iter(answers(separators))
     told: list[Any] = []
 
     def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
@@ -105,16 +105,15 @@ def test_the_sdk_calls_three_tools(api: Any, streamed: bool, separators: tuple[s
         return [msgspec.to_builtins(found) for found in parsers.parse(msgspec.convert(body, ToolCallsBody))]
 
     async def agent(task: AgentTask) -> float:
-        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
-            assistant = Agent(
-                name="Calculator", instructions="Calculate.", model=api(task.model, client), tools=[multiply, add]
-            )
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            model, tools = getattr(agents, api)(task.model, client), [agents.function_tool(f) for f in (multiply, add)]
+            assistant = agents.Agent(name="Calculator", instructions="Calculate.", model=model, tools=tools)
             if streamed:
-                result: Any = Runner.run_streamed(assistant, "3*4+5*6?")
+                result: Any = agents.Runner.run_streamed(assistant, "3*4+5*6?")
                 async for _ in result.stream_events():
                     pass
             else:
-                result = await Runner.run(assistant, "3*4+5*6?")
+                result = await agents.Runner.run(assistant, "3*4+5*6?")
         return float(result.final_output == "It is 42.")
 
     server = FakeServer(models={str(V1)}, answer=answer, parse=parse)

@@ -9,20 +9,21 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import SchedulerInterface
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from areal_lora.config.load import load_config
-from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
-from areal_lora.engine.vllm_ext.compat.engine import WHOLE
-from areal_lora.engine.vllm_ext.server.assemble import engine_args
+from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
+
+vllm = Lazy("vllm")
+hashing = Lazy("vllm.utils.hashing")
+kv_cache_utils = Lazy("vllm.v1.core.kv_cache_utils")
+kv_cache_interface = Lazy("vllm.v1.kv_cache_interface")
+outputs = Lazy("vllm.v1.outputs")
+requests = Lazy("vllm.v1.request")
+structured_output = Lazy("vllm.v1.structured_output")
+cpu_scheduler = Lazy("areal_lora.engine.vllm_ext.compat.cpu_scheduler")
+engine = Lazy("areal_lora.engine.vllm_ext.compat.engine")
+assemble = Lazy("areal_lora.engine.vllm_ext.server.assemble")
 
 BLOCK, LAYERS, K = 32, 2, 2
 
@@ -35,29 +36,33 @@ def routes(token_ids: list[int]) -> np.ndarray:
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> GroupScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> cpu_scheduler.GroupScheduler:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     with mock.patch.dict(os.environ):  # vLLM preloads libraries into its processes, which this one's would get, too
-        config = engine_args(load_config(files, ["behaviour.router_replay=rollout"])).create_engine_config()
+        config = assemble.engine_args(load_config(files, ["behaviour.router_replay=rollout"])).create_engine_config()
     config.cache_config.num_gpu_blocks = request.param
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=request.param, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    spec = kv_cache_interface.FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    kv = kv_cache_interface.KVCacheConfig(
+        num_blocks=request.param,
+        kv_cache_tensors=[],
+        kv_cache_groups=[kv_cache_interface.KVCacheGroupSpec(["layer"], spec)],
     )
-    init_none_hash(sha256)
-    return GroupScheduler(config, kv, StructuredOutputManager(config), BLOCK)
+    kv_cache_utils.init_none_hash(hashing.sha256)
+    return cpu_scheduler.GroupScheduler(config, kv, structured_output.StructuredOutputManager(config), BLOCK)
 
 
-def run(scheduler: SchedulerInterface, prompts: list[list[int]], n_tokens: int, whole: bool = False) -> dict[str, Any]:
+def run(
+    scheduler: cpu_scheduler.GroupScheduler, prompts: list[list[int]], n_tokens: int, whole: bool = False
+) -> dict[str, Any]:
     """Tokens and returned routes of each request, and the number of preemptions."""
-    hasher = get_request_block_hasher(BLOCK, sha256)
+    hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
     every = {
-        f"{i}": Request(
+        f"{i}": requests.Request(
             request_id=f"{i}",
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(
-                max_tokens=n_tokens, ignore_eos=True, extra_args={WHOLE: True} if whole else None
+            sampling_params=vllm.SamplingParams(
+                max_tokens=n_tokens, ignore_eos=True, extra_args={engine.WHOLE: True} if whole else None
             ),
             pooling_params=None,
             block_hasher=hasher,
@@ -76,7 +81,7 @@ def run(scheduler: SchedulerInterface, prompts: list[list[int]], n_tokens: int, 
         for name in names:
             end = every[name].num_computed_tokens
             parts[name] = routes(list(every[name].all_token_ids))[end - made.num_scheduled_tokens[name] : end]
-        output = ModelRunnerOutput(
+        output = outputs.ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[[(31 * int(name) + 5 * step) % 200] for name in names],
@@ -97,7 +102,7 @@ PROMPTS = [[(3 * i + k) % 200 for i in range(length)] for k, length in enumerate
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("scheduler", [400, 14], indirect=True, ids=["enough blocks", "few blocks"])
-def test_every_token_but_the_last_has_its_route_once(scheduler: GroupScheduler, whole: bool) -> None:
+def test_every_token_but_the_last_has_its_route_once(scheduler: cpu_scheduler.GroupScheduler, whole: bool) -> None:
     """Of groups, then of turns that continue them from the cache, also where requests are preempted."""
     enough = scheduler.cache_config.num_gpu_blocks == 400
     first = run(scheduler, PROMPTS, 40, whole)
@@ -112,9 +117,9 @@ def test_every_token_but_the_last_has_its_route_once(scheduler: GroupScheduler, 
 
 
 @pytest.mark.parametrize("scheduler", [400], indirect=True)
-def test_nothing_is_kept_of_an_aborted_request(scheduler: GroupScheduler) -> None:
-    request = Request("a", PROMPTS[0], SamplingParams(max_tokens=9), None)
+def test_nothing_is_kept_of_an_aborted_request(scheduler: cpu_scheduler.GroupScheduler) -> None:
+    request = requests.Request("a", PROMPTS[0], vllm.SamplingParams(max_tokens=9), None)
     scheduler.add_request(request)
     scheduler.schedule()
-    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scheduler.finish_requests("a", requests.RequestStatus.FINISHED_ABORTED)
     assert not scheduler.aux_output_connector._cached

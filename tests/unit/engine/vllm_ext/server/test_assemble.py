@@ -8,10 +8,12 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.support import ENGINE_ARGS
-from areal_lora.engine.vllm_ext.compat.cpu_scheduler import ROUTES
-from areal_lora.engine.vllm_ext.server.assemble import AsyncEngineArgs, engine_args, engine_context
 from areal_lora.errors import ConfigError
+from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
+
+assemble = Lazy("areal_lora.engine.vllm_ext.server.assemble")
+cpu_scheduler = Lazy("areal_lora.engine.vllm_ext.compat.cpu_scheduler")
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
@@ -29,11 +31,11 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 )
 def test_room_for_a_sampled_token_does_not_change_long_rope(config: dict[str, Any], longest: int, context: int) -> None:
     """vLLM takes the long factors for a context above the original one."""
-    assert engine_context(longest, config) == context
+    assert assemble.engine_context(longest, config) == context
 
 
-def args_of(*overrides: str) -> AsyncEngineArgs:
-    return engine_args(
+def args_of(*overrides: str) -> assemble.AsyncEngineArgs:
+    return assemble.engine_args(
         load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], overrides)
     )
 
@@ -42,7 +44,7 @@ def test_what_other_keys_decide_is_refused_as_a_further_argument() -> None:
     """Each argument that differs from vLLM's default without ``rollout.engine_args``, but for those of CPUs."""
     of_cpus = {"enforce_eager", "block_size", "enable_chunked_prefill", "scheduler_cls", "distributed_executor_backend"}
     of_cpus.add("additional_config")
-    ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(AsyncEngineArgs(model=""))
+    ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(assemble.AsyncEngineArgs(model=""))
     decided = {name for name in ours if ours[name] != defaults[name]} - of_cpus
     assert decided >= {"model", "dtype", "max_loras", "worker_extension_cls"}
     assert decided <= ENGINE_ARGS.keys() <= defaults.keys()
@@ -57,8 +59,8 @@ def test_further_arguments_reach_vllm() -> None:
 
 def test_servers_return_routes_where_the_trainer_replays_them() -> None:
     """Through vLLM's own argument on devices."""
-    assert args_of("behaviour.router_replay=rollout").additional_config == {ROUTES: True}
-    assert args_of().additional_config == {ROUTES: False}
+    assert args_of("behaviour.router_replay=rollout").additional_config == {cpu_scheduler.ROUTES: True}
+    assert args_of().additional_config == {cpu_scheduler.ROUTES: False}
     for device in ("cpu", "cuda"):
         on_device = args_of(f"cluster.device={device}", "behaviour.router_replay=rollout", "rollout.kv_cache_gib=1")
         assert on_device.enable_return_routed_experts == (device == "cuda")

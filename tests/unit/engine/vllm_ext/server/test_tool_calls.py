@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig
-from areal_lora.engine.vllm_ext.server.tool_calls import ToolCallParsers, configured_parsers
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
+from tests.support.lazy import Lazy
 from tests.support.obs.fake_run import make_config
 from tests.support.paths import ROOT
+
+tool_calls = Lazy("areal_lora.engine.vllm_ext.server.tool_calls")
 
 OWN = f"{ROOT / 'tests' / 'support' / 'agents' / 'own_format.py'}:CalculationParser"
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
@@ -19,14 +21,16 @@ TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 
 def test_the_configured_parsers_are_those_of_the_agents() -> None:
     config = make_config()
-    assert configured_parsers(config) == []
+    assert tool_calls.configured_parsers(config) == []
     agent = AgentWorkflowConfig(path="a.py:agent", tool_parser="hermes")
     adapters = [config.adapters[0].model_copy(update={"workflow": agent})] * 2
-    assert configured_parsers(config.model_copy(update={"adapters": adapters})) == ["hermes"]
+    assert tool_calls.configured_parsers(config.model_copy(update={"adapters": adapters})) == ["hermes"]
 
 
 def test_a_parser_of_the_users_own_reads_an_answer() -> None:
-    found = ToolCallParsers(None, [OWN]).parse(ToolCallsBody(parser=OWN, tools=TOOLS, texts=[" 3*4", " #### 7"]))
+    found = tool_calls.ToolCallParsers(None, [OWN]).parse(
+        ToolCallsBody(parser=OWN, tools=TOOLS, texts=[" 3*4", " #### 7"])
+    )
     assert found == [
         ParsedText(content=" ", calls=[ParsedCall(name="calculator", arguments='{"expression": "3*4"}')]),
         ParsedText(content=" #### 7"),
@@ -42,10 +46,10 @@ def test_a_parser_of_the_users_own_reads_an_answer() -> None:
 )
 def test_a_wrong_name_is_an_error_of_the_configuration(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ToolCallParsers(None, [name])
+        tool_calls.ToolCallParsers(None, [name])
 
 
 @pytest.mark.parametrize(("parser", "tools"), [("pythonic", TOOLS), (OWN, [{"type": "function"}])])
 def test_an_unknown_parser_and_broken_tools_are_errors_of_the_request(parser: str, tools: list[dict[str, str]]) -> None:
     with pytest.raises(ValueError, match=r"does not name 'pythonic'|function"):
-        ToolCallParsers(None, [OWN]).parse(ToolCallsBody(parser=parser, tools=tools, texts=["x"]))
+        tool_calls.ToolCallParsers(None, [OWN]).parse(ToolCallsBody(parser=parser, tools=tools, texts=["x"]))

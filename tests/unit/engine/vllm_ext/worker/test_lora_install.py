@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.compat.weights import Matrix
-from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter, vllm_modules
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.engine.vllm_ext.slots import Full, install, layout_of
+from tests.support.lazy import Lazy
+
+lora_install = Lazy("areal_lora.engine.vllm_ext.worker.lora_install")
+weights = Lazy("areal_lora.engine.vllm_ext.compat.weights")
 
 ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.down_proj"
 MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0
@@ -32,7 +34,7 @@ def spec(rank: int = 4, targets: tuple[str, ...] = ("linear_qkv", "linear_proj")
 
 def worker(
     tp_rank: int, dtype: torch.dtype = torch.float32, on_device: bool = False
-) -> tuple[StackedSlotWriter, dict[str, torch.Tensor]]:
+) -> tuple[lora_install.StackedSlotWriter, dict[str, torch.Tensor]]:
     """Worker ``tp_rank`` of two: q_proj splits lora_B's rows, o_proj splits lora_A's columns."""
     buffers = {
         ATTENTION + "q_proj.lora_A.weight": torch.full((SLOTS, 1, MAX_RANK, 10), 9.0, dtype=dtype),
@@ -45,11 +47,13 @@ def worker(
     matrices = []
     for name, stacked in buffers.items():
         begin, full = split.get(name, (0, 10))
-        matrices.append(Matrix(name=name, stacked=stacked, index=0, start=begin, full=full))
-    return StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), {name: t[:, 0] for name, t in buffers.items()}
+        matrices.append(weights.Matrix(name=name, stacked=stacked, index=0, start=begin, full=full))
+    return lora_install.StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), {
+        name: t[:, 0] for name, t in buffers.items()
+    }
 
 
-def values(writer: StackedSlotWriter, s: AdapterSpec, seed: int = 0) -> Full:
+def values(writer: lora_install.StackedSlotWriter, s: AdapterSpec, seed: int = 0) -> Full:
     rng = np.random.default_rng(seed)
     return {n: rng.standard_normal(shape).astype(np.float32) for n, shape in writer.expected(s).items()}
 
@@ -136,16 +140,16 @@ def test_a_slot_is_cleared_only_when_something_could_show_through(on_device: boo
     assert all(t[0].abs().max() == 0 for t in buffers.values())
 
 
-def experts(n: int = 2, on_device: bool = False) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
+def experts(n: int = 2, on_device: bool = False) -> tuple[lora_install.StackedSlotWriter, torch.Tensor, torch.Tensor]:
     """The second of two expert parallel workers: it holds every expert but 0."""
     a, b = torch.zeros(SLOTS, n - 1, MAX_RANK, 6), torch.zeros(SLOTS, n - 1, 10, MAX_RANK)
     matrices = []
     for e in range(n):
         module, held = EXPERT.format(e), e > 0
         where = {"index": max(e - 1, 0), "start": 0}
-        matrices.append(Matrix(name=f"{module}.lora_A.weight", stacked=a if held else None, full=6, **where))
-        matrices.append(Matrix(name=f"{module}.lora_B.weight", stacked=b if held else None, full=10, **where))
-    return StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), a, b
+        matrices.append(weights.Matrix(name=f"{module}.lora_A.weight", stacked=a if held else None, full=6, **where))
+        matrices.append(weights.Matrix(name=f"{module}.lora_B.weight", stacked=b if held else None, full=10, **where))
+    return lora_install.StackedSlotWriter(matrices, MAX_RANK, on_device=on_device), a, b
 
 
 def test_experts_of_another_worker_are_expected_but_not_written(on_device: bool) -> None:
@@ -206,16 +210,16 @@ def test_a_layout_that_does_not_fit_is_no_plan() -> None:
 
 def test_slots_of_another_dtype_are_an_error_at_start() -> None:
     stacked = torch.zeros(SLOTS, 1, MAX_RANK, 10, dtype=torch.float16)
-    matrix = Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, start=0, full=10)
+    matrix = weights.Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, start=0, full=10)
     other = replace(matrix, name="model.layers.0.mlp.gate.lora_A.weight")
     with pytest.raises(AdapterError, match="float16"):
-        StackedSlotWriter([matrix], MAX_RANK)
+        lora_install.StackedSlotWriter([matrix], MAX_RANK)
     with pytest.raises(AdapterError):
-        StackedSlotWriter([other], MAX_RANK)  # nothing that can be adapted
+        lora_install.StackedSlotWriter([other], MAX_RANK)  # nothing that can be adapted
 
 
 def test_targets_name_the_modules_vllm_wraps() -> None:
-    assert vllm_modules(["linear_fc1"]) == ["experts", "gate_up_proj"]
-    assert vllm_modules(["expert.linear_fc1", "linear_proj"]) == ["experts", "o_proj"]
-    assert vllm_modules(["shared_expert.linear_fc2"]) == ["down_proj"]
-    assert vllm_modules(["linear_typo"]) == []
+    assert lora_install.vllm_modules(["linear_fc1"]) == ["experts", "gate_up_proj"]
+    assert lora_install.vllm_modules(["expert.linear_fc1", "linear_proj"]) == ["experts", "o_proj"]
+    assert lora_install.vllm_modules(["shared_expert.linear_fc2"]) == ["down_proj"]
+    assert lora_install.vllm_modules(["linear_typo"]) == []
