@@ -225,7 +225,9 @@ class AdapterEngine:
         Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
         and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores``, [T]
         fp32 on the host, [T, 2] if entropies are needed, is filled with what the loss functions saw of each token of
-        the whole batch, on every rank. Raises AdapterError for several adapters, or one not resident.
+        the whole batch, on every rank. With routes ``routed_choices`` counts pairs of token and layer with a route, and
+        ``router_flips`` those whose router chooses other experts. Raises AdapterError for several adapters, or one not
+        resident.
         """
         adapter, *others = sorted(set(batch.adapters))
         if others:
@@ -254,7 +256,13 @@ class AdapterEngine:
         if scores is not None:
             layout, columns = self._sharded.layout, tuple(scores.shape[1:])
             scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=columns))
-        return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
+        summed = micro.sum_over_ranks(sums, self._sharded.layout.reporting())
+        if batch.routes is not None:
+            counts = torch.zeros(2, dtype=torch.int64) if (flips := self._model.active.flips) is None else flips.cpu()
+            dist.all_reduce(counts)
+            for own in summed.values():
+                own.update(zip(("router_flips", "routed_choices"), counts.tolist(), strict=True))
+        return summed
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).

@@ -141,6 +141,9 @@ CHARTS = (
         "train/mismatch_* train/behaviour_mean_abs",
         log=True,
     ),
+    Chart("Mismatch by cause", "nats; parts of mean |trainer - rollout| of audited tokens", "mismatch/*"),
+    Chart("Mismatch by cause, KL", "nats; parts of the divergence", "mismatch_kl/*"),
+    Chart("Router flips", "share of choices that differ from the replayed ones", "train/router_flips", unit=True),
     Chart(
         "Critic",
         "value loss per token; share of the returns' variance explained",
