@@ -58,7 +58,7 @@ class Excerpt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rescored:
+class ServerScores:
     """Tokens of a batch for ``version``, at its places ``at`` [n]: their log-probabilities [n] as ``recorded``, and by
     a server under the version that ``sampled`` each and under the ``current`` one."""
 
@@ -85,7 +85,7 @@ class Audit:
     missing: str = ""
     silent_steps: int = 0
     took_s: float = 0.0
-    rescored: Rescored | None = None
+    rescored: ServerScores | None = None
 
 
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
@@ -147,7 +147,7 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float, current: Adap
     )
 
 
-def rescore(compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef) -> Rescored | None:
+def rescore(compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef) -> ServerScores | None:
     """Score excerpts, each with its scores under its own version, under ``current``; None if no server does."""
     longest: dict[int, list[int]] = {}
     for excerpt, _ in compared:
@@ -158,7 +158,7 @@ def rescore(compared: Sequence[tuple[Excerpt, list[float]]], score: Score, curre
     except PublishError:
         return None
     pairs = [(e, own, own if e.ref == current else newer[e.sequence]) for e, own in compared]
-    return Rescored(
+    return ServerScores(
         version=current.version,
         at=[excerpt.start + t for excerpt, _, _ in pairs for t in excerpt.at],
         recorded=[excerpt.recorded[t] for excerpt, _, _ in pairs for t in excerpt.at],

@@ -225,9 +225,7 @@ class AdapterEngine:
         Gradients stay local and undivided until `optim_step`. Returns the loss functions' sums over all micro-batches
         and data-parallel ranks (``loss`` and every stat), each token counted once, equal on every rank. ``scores``, [T]
         fp32 on the host, [T, 2] if entropies are needed, is filled with what the loss functions saw of each token of
-        the whole batch, on every rank. With routes ``routed_choices`` counts pairs of token and layer with a route, and
-        ``router_flips`` those whose router chooses other experts. Raises AdapterError for several adapters, or one not
-        resident.
+        the whole batch, on every rank. Raises AdapterError for several adapters, or one not resident.
         """
         adapter, *others = sorted(set(batch.adapters))
         if others:
@@ -253,16 +251,10 @@ class AdapterEngine:
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
+        layout = self._sharded.layout
         if scores is not None:
-            layout, columns = self._sharded.layout, tuple(scores.shape[1:])
-            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=columns))
-        summed = micro.sum_over_ranks(sums, self._sharded.layout.reporting())
-        if batch.routes is not None:
-            counts = torch.zeros(2, dtype=torch.int64) if (flips := self._model.active.flips) is None else flips.cpu()
-            dist.all_reduce(counts)
-            for own in summed.values():
-                own.update(zip(("router_flips", "routed_choices"), counts.tolist(), strict=True))
-        return summed
+            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=scores.shape[1:]))
+        return micro.with_flips(micro.sum_over_ranks(sums, layout.reporting()), batch, self._model.active.flips)
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).

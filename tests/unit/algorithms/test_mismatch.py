@@ -101,8 +101,8 @@ def routed(routes: Tensor, _: Any, __: Any, found: Any) -> Any:
 
 def test_causes_planted_in_a_mixture_have_their_parts(tmp_path: Path) -> None:
     """Policies of a tiny model: servers of a quantised base, versions, a spoiled expert when an answer was sampled, and
-    one of a hundred routes that differs. Else routes are fixed: near a tie every cause would flip them. Each adapter and
-    each expert comes with its opposite, so that causes are not correlated by the chance of a few draws."""
+    one of a hundred routes that differs. Else routes are fixed: near a tie every cause would flip them. Each adapter
+    and each expert comes with its opposite: causes are not correlated by the chance of a few draws."""
     seed = random.SystemRandom().randrange(10**6)
     print("seed", seed)
     whole = AutoModelForCausalLM.from_pretrained(

@@ -11,7 +11,7 @@ from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
-from areal_lora.trainer.audit import Audit, Rescored
+from areal_lora.trainer.audit import Audit, ServerScores
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.step_metrics import (
     Devices,
@@ -92,8 +92,15 @@ def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:
 @pytest.mark.parametrize("replays", [False, True])
 def test_the_mismatch_of_audited_tokens_is_split_where_all_policies_are_known(replays: bool) -> None:
     trained = torch.tensor([9.0, -1.0, 9.0, -2.0])
-    again = Rescored(version=3, at=[1, 3], recorded=[-1.5, -1.5], sampled=[-1.4, -1.5], current=[-1.2, -1.6])
-    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=trained, own_choice=trained + torch.tensor([0.0, -0.1, 0.0, -0.2]))
+    again = ServerScores(version=3, at=[1, 3], recorded=[-1.5, -1.5], sampled=[-1.4, -1.5], current=[-1.2, -1.6])
+    report = LearnReport(
+        sums={},
+        grad_norm=1.0,
+        lr=0.1,
+        skipped=0.0,
+        logprobs=trained,
+        own_choice=trained + torch.tensor([0.0, -0.1, 0.0, -0.2]),
+    )
     found = of_mismatch(Audit(rescored=again), report, 3, replays=replays)
     wanted = {"record": 0.05, "staleness": 0.15, "numerics": 0.3}  # mean |d| is 0.5, 0.45, 0.3
     if replays:
