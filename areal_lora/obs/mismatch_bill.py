@@ -22,9 +22,8 @@ class MismatchCause:
 CAUSES: Mapping[str, MismatchCause] = {
     "record": MismatchCause(meaning="another policy sampled than recorded", fix="see train/audit_gap"),
     "staleness": MismatchCause(meaning="versions since the sampling", fix="lower rollout.max_staleness"),
-    "replay": MismatchCause(meaning="routes of servers; below 0: it helps", fix="behaviour.router_replay=off"),
     "numerics": MismatchCause(
-        meaning="kernels, rounding, merged weights, routers without replay",
+        meaning="kernels, rounding, merged weights, routing",
         fix="model.dtype=float32, rollout.adapter_mode=unmerged, behaviour.router_replay=rollout",
     ),
 }

@@ -192,9 +192,9 @@ class Recorder:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
         metrics |= self._of_machines(spans, batch.n_tokens)
-        audited, replays = audit or Audit(), batch.routes is not None
-        metrics |= step_metrics.of_audit(audited)
-        metrics |= step_metrics.of_mismatch(audited, report, ref.version - 1, replays=replays)
+        audited = audit or Audit()
+        metrics |= step_metrics.of_audit(audited) | step_metrics.of_mismatch(audited, report, ref.version - 1)
+        metrics |= step_metrics.of_replay(batch, report)
         self._writer.write(
             records.StepRecord(
                 adapter=ref.name,

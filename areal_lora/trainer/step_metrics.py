@@ -86,8 +86,8 @@ def of_batch(batch: TrainBatch) -> Metrics:
     the others.
     """
     rewards = sample_rewards(batch.rewards, batch.sample_ids)
-    of_sampled = batch.loss_mask & ~batch.given.repeat_interleave(batch.cu_seqlens.diff())  # [T]
-    sampled, missing = batch.rollout_logprobs[of_sampled], None
+    of_sampled, missing = _sampled(batch), None
+    sampled = batch.rollout_logprobs[of_sampled]
     if batch.routes is not None:  # the token before predicts, and no sequence starts with a sampled one
         missing = int((batch.routes[:-1, 0, 0] < 0)[of_sampled[1:]].sum())
     baselines = None if batch.baselines is None else sample_rewards(batch.baselines, batch.sample_ids)
@@ -147,22 +147,27 @@ def of_audit(audit: Audit) -> Metrics:
     }
 
 
-def of_mismatch(audit: Audit, report: LearnReport, version: int, *, replays: bool) -> Metrics:
+def of_replay(batch: TrainBatch, report: LearnReport) -> Metrics:
+    """``replay_removes`` is what mean |trainer - rollout| logprob of sampled tokens gains without replay."""
+    own, trained, on = report.own_choice, report.logprobs, _sampled(batch)
+    if own is None or trained is None or not on.any():
+        return {}
+    without, left = (float((x - batch.rollout_logprobs)[on].abs().mean()) for x in (own, trained))
+    return {"train/replay_removes": without - left}
+
+
+def of_mismatch(audit: Audit, report: LearnReport, version: int) -> Metrics:
     """The mismatch of the audited tokens of the batch that trained ``version``, by cause (`algorithms.mismatch`).
 
     Removed in this order: ``record``, by a server's score under the version that sampled; ``staleness``, by its score
-    under ``version``; ``replay`` of routes, by the trainer's own choices. What remains are ``numerics``. Empty unless
-    all are known.
+    under ``version``. What remains are ``numerics``. Empty unless all are known.
     """
-    found, trained, own = audit.rescored, report.logprobs, report.own_choice if replays else report.logprobs
-    if found is None or found.version != version or trained is None or own is None:
+    found = audit.rescored
+    if found is None or found.version != version or report.logprobs is None:
         return {}
-    trained, own = trained[found.at], own[found.at]
+    trained = report.logprobs[found.at]
     recorded, sampled, current = (torch.tensor(x) for x in (found.recorded, found.sampled, found.current))
-    pairs = {"record": (recorded, trained), "staleness": (sampled, trained)}
-    if replays:
-        pairs["replay"] = current, trained
-    pairs["numerics"] = current, own
+    pairs = {"record": (recorded, trained), "staleness": (sampled, trained), "numerics": (current, trained)}
     tags: Metrics = {}
     for cause, part in split(pairs).items():
         tags |= {GAP + cause: part.gap, KL + cause: part.kl}
@@ -237,6 +242,11 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
         "train/n_tokens": window.tokens,
         "train/n_sequences": window.sequences,
     }
+
+
+def _sampled(batch: TrainBatch) -> torch.Tensor:
+    """[T] bool: tokens on the mask but for those of given answers."""
+    return batch.loss_mask & ~batch.given.repeat_interleave(batch.cu_seqlens.diff())
 
 
 def _share(found: Sequence[bool]) -> float | None:

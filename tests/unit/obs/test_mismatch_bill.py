@@ -13,13 +13,13 @@ def of(step: int, **parts: float) -> dict[str, float]:
 
 
 def test_the_bill_is_the_mean_of_what_the_newest_steps_have_measured() -> None:
-    old = [step_record(step=i, version=i, time_s=0.0, metrics=of(i, staleness=9.0, replay=-0.5)) for i in range(9)]
+    old = [step_record(step=i, version=i, time_s=0.0, metrics=of(i, staleness=9.0, numerics=0.5)) for i in range(9)]
     new = [
         step_record(step=i, version=i, time_s=0.0, metrics=of(i, record=0.0, staleness=0.2 + 0.2 * (i % 2)))
         for i in range(RECENT)
     ]
     found = bill([*old, step_record(step=0, version=0, time_s=0.0), *new])
-    assert list(found) == ["record", "staleness", "replay"], "in the order of the chain"
+    assert list(found) == ["record", "staleness", "numerics"], "in the order of the chain"
     gap, kl = found["staleness"]
     assert abs(gap - 0.3) < 1e-12
     assert abs(kl - 0.03) < 1e-12
