@@ -28,6 +28,8 @@ from areal_lora.launcher.run import prepare
 from areal_lora.launcher.run import run as start
 from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.mismatch_bill import bill, bill_lines
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -180,14 +182,20 @@ def doctor(
     findings = examine(chosen, lambda line: print(line, file=sys.stderr, flush=True), quick=quick, keep=keep)
     failed = sum(finding.level is Level.FAIL for finding in findings)
     took_s = time.monotonic() - started
+    by_adapter: dict[str, list[StepRecord]] = {}
+    for step in read_metrics(find_run(run)).steps if run else ():
+        by_adapter.setdefault(step.adapter, []).append(step)
+    bills = {name: parts for name, steps in by_adapter.items() if (parts := bill(steps))}
     if as_json:
-        text = {"findings": findings, "failed": failed, "seconds": round(took_s, 1)}
+        text = {"findings": findings, "failed": failed, "seconds": round(took_s, 1), "mismatch": bills}
         sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")
     else:
         for finding in findings:
             print(finding)
         verdict = f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed"
         print(f"{verdict} in {took_s:.0f} s")
+        for name, parts in bills.items():
+            print(*bill_lines(name, parts), sep="\n")
     raise typer.Exit(ExitCode.MISSING if failed else ExitCode.DONE)
 
 

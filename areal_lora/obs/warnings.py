@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.mismatch_bill import CAUSES, GAP
 
 NEEDED = 3
 Steps = Sequence[StepRecord]
@@ -63,7 +64,18 @@ def stale_groups(steps: Steps) -> str | None:
     return f"{dropped / (dropped + used):.0%} of the groups are dropped as stale: raise max_staleness, or add servers"
 
 
+def missing_routes(steps: Steps) -> str | None:
+    tokens = _above(steps, "train/not_replayed", 0)
+    if tokens is None:
+        return None
+    return f"{tokens:.0f} tokens a step have no routes to replay: see the servers' logs, or behaviour.router_replay=off"
+
+
 def mismatch(steps: Steps) -> str | None:
+    parts = {cause: _above(steps, GAP + cause, 0.05) or 0.0 for cause in CAUSES if cause != "staleness"}
+    if parts[largest := max(parts, key=parts.__getitem__)]:
+        cause = CAUSES[largest]
+        return f"{parts[largest]:.2g} nats a token between trainer and servers: {cause.meaning}: {cause.fix}"
     gap = _above(steps, "train/mismatch_fresh", 0.05)
     if gap is None:
         return None
@@ -98,8 +110,9 @@ def slow_reward(steps: Steps) -> str | None:
     return f"the trainer waits, and scoring a group takes {took:.1f} s: raise reward.workers, or make the reward faster"
 
 
-_FINDS = (constant_reward, no_gradient, cut_answers, stale_groups, mismatch, fast_policy, not_finite, slow_reward)
-RULES = tuple(Rule(name=finds.__name__, finds=finds) for finds in _FINDS)
+_OF_ANSWERS = constant_reward, no_gradient, cut_answers, stale_groups, slow_reward
+_OF_POLICIES = missing_routes, mismatch, fast_policy, not_finite
+RULES = tuple(Rule(name=finds.__name__, finds=finds) for finds in (*_OF_ANSWERS, *_OF_POLICIES))
 
 
 class Warnings:

@@ -4,7 +4,7 @@ Both come from the same weights at any staleness, and must agree in every step, 
 audit compares the batch as the trainer holds it::
 
     step k    start: choose excerpts ----> thread: query a server that holds their version
-              annotate, learn              compare
+              annotate, learn              compare; query again under version k, for the mismatch's parts
               collect: finished audits; an unfinished one is collected in step k + 1
 
 The training step never waits for a server: a batch whose predecessor is still compared is not audited. If a server is
@@ -13,6 +13,7 @@ such steps (`Audit.silent_steps`).
 """
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,14 +45,28 @@ Score = Callable[[AdapterRef, list[list[int]]], list[list[float]]]
 class Excerpt:
     """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
 
-    ``at`` are the positions of those tokens, ``recorded`` [T] the sampler's log-probabilities (0 elsewhere).
+    ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``recorded`` [T] the
+    sampler's log-probabilities (0 elsewhere).
     """
 
     sequence: int
+    start: int
     ref: AdapterRef
     token_ids: list[int]  # [T]
     at: list[int]
     recorded: list[float]  # [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerScores:
+    """Tokens of a batch for ``version``, at its places ``at`` [n]: their log-probabilities [n] as ``recorded``, and by
+    a server under the version that ``sampled`` each and under the ``current`` one."""
+
+    version: int
+    at: list[int]
+    recorded: list[float]
+    sampled: list[float]
+    current: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +75,7 @@ class Audit:
 
     ``error`` states how the batch contradicts its recorded versions, ``missing`` why excerpts could not be compared.
     ``silent_steps`` counts steps in a row without a comparison. ``took_s`` is the time in the audit thread.
+    ``rescored``: None if no server has scored the tokens under the version in training.
     """
 
     adapter: str = ""
@@ -69,6 +85,7 @@ class Audit:
     missing: str = ""
     silent_steps: int = 0
     took_s: float = 0.0
+    rescored: ServerScores | None = None
 
 
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
@@ -85,15 +102,19 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             ref, end = AdapterRef(name=name, version=version), at[-1] + 1
-            found.append(Excerpt(sequence=sequence, ref=ref, token_ids=tokens[:end], at=at, recorded=recorded[:end]))
+            its = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end]}
+            found.append(Excerpt(sequence=sequence, ref=ref, at=at, **its))
         left -= any(mask)
         if not left:
             break
     return found
 
 
-def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
-    """Compare excerpts with scores. ``limit``: largest mean difference of log-probabilities that rounding explains."""
+def audit(excerpts: Sequence[Excerpt], score: Score, limit: float, current: AdapterRef | None = None) -> Audit:
+    """Compare excerpts with scores. ``limit``: largest mean difference of log-probabilities that rounding explains.
+
+    Then score them under ``current``.
+    """
     by_ref: dict[AdapterRef, list[Excerpt]] = {}
     for excerpt in excerpts:
         by_ref.setdefault(excerpt.ref, []).append(excerpt)
@@ -116,12 +137,33 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
         mask[excerpt.at] = True
         mine_, theirs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (scores, excerpt.recorded))
         votes.update({name: int(n) for name, n in shift_votes(mine_, theirs, mask).items()})
-    every = [gap for sequence in gaps.values() for gap in sequence]
+    every, error = [gap for sequence in gaps.values() for gap in sequence], _contradiction(gaps, votes, limit)
     return Audit(
         tokens=len(every),
         gap=fmean(every) if every else None,
         missing="; ".join(missing),
-        error=_contradiction(gaps, votes, limit),
+        error=error,
+        rescored=rescore(compared, score, current) if current and compared and not error else None,
+    )
+
+
+def rescore(compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef) -> ServerScores | None:
+    """Score excerpts, each with its scores under its own version, under ``current``; None if no server does."""
+    longest: dict[int, list[int]] = {}
+    for excerpt, _ in compared:
+        if excerpt.ref != current:
+            longest[excerpt.sequence] = max(longest.get(excerpt.sequence, []), excerpt.token_ids, key=len)
+    try:
+        newer = dict(zip(longest, score(current, list(longest.values())) if longest else [], strict=True))
+    except PublishError:
+        return None
+    pairs = [(e, own, own if e.ref == current else newer[e.sequence]) for e, own in compared]
+    return ServerScores(
+        version=current.version,
+        at=[excerpt.start + t for excerpt, _, _ in pairs for t in excerpt.at],
+        recorded=[excerpt.recorded[t] for excerpt, _, _ in pairs for t in excerpt.at],
+        sampled=[scores[t] for excerpt, scores, _ in pairs for t in excerpt.at],
+        current=[scores[t] for excerpt, _, scores in pairs for t in excerpt.at],
     )
 
 
@@ -156,6 +198,7 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
         gap=total / tokens if tokens else None,
         silent_steps=audits[-1].silent_steps,
         took_s=sum(a.took_s for a in audits),
+        rescored=audits[-1].rescored,
         error=next((a.error for a in audits if a.error), ""),
         missing="; ".join(a.missing for a in audits if a.missing),
     )
@@ -170,22 +213,29 @@ class Auditor:
     def __init__(self, secret: str, limit: float, timeout_s: float, max_model_len: int) -> None:
         self._secret, self._limit, self._timeout_s = secret, limit, timeout_s
         self._max_tokens = min(MAX_TOKENS, max_model_len - 1)
-        self.servers: tuple[ServerEndpoint, ...] = ()
-        """The servers of the newest version; the publisher's thread sets them."""
+        self._servers: tuple[ServerEndpoint, ...] = ()  # of the newest version
+        self._active: dict[str, int] = {}
+        self._changed, self._closed = threading.Condition(), False
         self._clients: dict[ServerEndpoint, AdminClient] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._running: Future[Audit] | None = None
         self._ended: list[Audit] = []
         self._silent_steps = 0
 
-    def start(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
-        """Start the audit of ``batch``, sampled at ``temperature``, unless the previous audit is still running."""
+    def activated(self, ref: AdapterRef, servers: tuple[ServerEndpoint, ...]) -> None:
+        """``ref`` is active on ``servers``. In the publisher's thread."""
+        with self._changed:
+            self._servers, self._active[ref.name] = servers, ref.version
+            self._changed.notify_all()
+
+    def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float) -> None:
+        """Start the audit of the ``batch`` that trains ``ref``, unless the previous audit is still running."""
         self._take(wait=False)
         if self._running is not None:
-            self._keep(Audit(adapter=name, missing="the audit of an earlier batch is still running"))
+            self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
             return
-        excerpts = choose(batch, name, seed, self._max_tokens)
-        self._running = self._pool.submit(self._audit, name, excerpts, temperature)
+        excerpts = choose(batch, ref.name, ref.version, self._max_tokens)
+        self._running = self._pool.submit(self._audit, ref, excerpts, temperature)
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:
         """Return the merged audits of ``name`` that ended since its last call, or None.
@@ -198,6 +248,9 @@ class Auditor:
         return _merged(ended)
 
     def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
             client.close()
@@ -217,22 +270,23 @@ class Auditor:
             )
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
-    def _audit(self, name: str, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
+    def _audit(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
         started_s = time.monotonic()
         try:
-            ended = self._compared(excerpts, temperature, started_s + self._timeout_s)
+            ended = self._compared(current, excerpts, temperature, started_s + self._timeout_s)
         except Exception as error:  # fault boundary: a comparison that fails is none, and ends no training step
-            log.exception("the audit of a batch of %s", name)
+            log.exception("the audit of a batch of %s", current.name)
             ended = Audit(missing=f"{type(error).__name__}: {error}")
-        return replace(ended, adapter=name, took_s=time.monotonic() - started_s)
+        return replace(ended, adapter=current.name, took_s=time.monotonic() - started_s)
 
-    def _compared(self, excerpts: Sequence[Excerpt], temperature: float, deadline: float) -> Audit:
-        servers = self.servers
-        for left in self._clients.keys() - set(servers):
+    def _compared(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, deadline: float) -> Audit:
+        for left in self._clients.keys() - set(self._servers):
             self._clients.pop(left).close()
 
         def score(ref: AdapterRef, token_ids: list[list[int]]) -> list[list[float]]:
-            reasons = []
+            if ref == current:  # its publish may be in progress
+                self._wait_for(current, deadline - time.monotonic())
+            reasons, servers = [], self._servers
             first = ref.version % max(1, len(servers))
             for server in (*servers[first:], *servers[:first]):
                 left_s = deadline - time.monotonic()
@@ -245,4 +299,8 @@ class Auditor:
                     reasons.append(str(e))
             raise PublishError("; ".join(reasons) or f"no server could be queried within {self._timeout_s:g} s")
 
-        return audit(excerpts, score, self._limit)
+        return audit(excerpts, score, self._limit, current)
+
+    def _wait_for(self, ref: AdapterRef, left_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._active.get(ref.name, -1) >= ref.version, left_s)

@@ -222,7 +222,7 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
     wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
 
     def announce(active: PublishReport) -> None:
-        rank_0.auditor.servers = active.servers
+        rank_0.auditor.activated(active.ref, active.servers)
         if rank_0.clients and active.ref.name in rank_0.clients.known:
             rank_0.clients.active(active.ref)
         else:

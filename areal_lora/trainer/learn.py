@@ -23,6 +23,9 @@ from areal_lora.types import TrainBatch
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
+OWN_CHOICE_STEPS = 16
+"""Every so many steps a batch with routes is also scored with the experts that the trainer's routers choose."""
+
 MAX_SKIPPED = 3  # training steps in a row; one may be an outlier batch, three mean a broken run
 
 log = get_logger(__name__)
@@ -33,7 +36,9 @@ class LearnReport:
     """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
 
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
-    [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token.
+    [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
+    are those of the policy before the step, of the sequences whose tokens the rank has, and ``own_choice`` [T] fp32
+    with the experts of its own routers; None where they were not measured.
     """
 
     sums: dict[str, float]
@@ -41,6 +46,8 @@ class LearnReport:
     lr: float
     skipped: float
     entropies: Tensor | None = None
+    logprobs: Tensor | None = None
+    own_choice: Tensor | None = None
 
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
@@ -152,14 +159,20 @@ def learn(
     loss_fn = make_loss(adapter, version)
     totals: Counter[str] = Counter()
     skipped: list[float] = []
-    seen, start = batch.rewards.new_zeros(batch.n_tokens, 2) if adapter.algorithm.needs_entropy else None, 0
+    temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
+    own_choice, scores, before = None, None, batch.prox_logprobs
+    if batch.routes is not None and version % OWN_CHOICE_STEPS == 0:
+        own_choice = engine.logprobs(replace(batch, routes=None), adapter=adapter.name, temperature=temperature)
+    if need_entropy or (before is None and adapter.config.minibatches == 1):
+        scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
+    start = 0
     for index, minibatch in enumerate(split_minibatches(batch, adapter.config.minibatches)):
         sums = engine.forward_backward(
             minibatch,
             loss_fn,
-            temperature=adapter.config.sampling.temperature,
-            need_entropy=seen is not None,
-            scores=None if seen is None else seen[start : start + minibatch.n_tokens],
+            temperature=temperature,
+            need_entropy=need_entropy,
+            scores=None if scores is None else scores[start : start + minibatch.n_tokens],
         )
         start += minibatch.n_tokens
         if index == 0:
@@ -182,12 +195,16 @@ def learn(
         skipped.append(stats["skipped"])
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
+    if before is None and scores is not None and adapter.config.minibatches == 1:
+        before = scores[:, 0] if need_entropy else scores
     return LearnReport(
         sums=dict(totals),
         grad_norm=stats["grad_norm"],
         lr=stats["lr"],
         skipped=sum(skipped) / len(skipped),
-        entropies=None if seen is None else seen[:, 1],
+        entropies=scores[:, 1] if scores is not None and need_entropy else None,
+        logprobs=before,
+        own_choice=own_choice,
     )
 
 

@@ -117,7 +117,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         batch, histogram = batch_of(trainer, state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
-        trainer.rank_0.auditor.start(state.name, batch, state.version, adapter.config.sampling.temperature)
+        trainer.rank_0.auditor.start(state.ref, batch, adapter.config.sampling.temperature)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")

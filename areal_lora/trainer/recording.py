@@ -192,6 +192,9 @@ class Recorder:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
         metrics |= self._of_machines(spans, batch.n_tokens)
+        audited = audit or Audit()
+        metrics |= step_metrics.of_audit(audited) | step_metrics.of_mismatch(audited, report, ref.version - 1)
+        metrics |= step_metrics.of_replay(batch, report)
         self._writer.write(
             records.StepRecord(
                 adapter=ref.name,
@@ -204,11 +207,11 @@ class Recorder:
                 dropped=stats.dropped if stats else {},
                 retried=stats.retried if stats else {},
                 faults=stats.faults if stats else {},
-                metrics=measured(metrics | step_metrics.of_audit(audit or Audit())),
+                metrics=measured(metrics),
             )
         )
         if received and self._rollouts and batch.advantages is not None:
-            own = batch.prox_logprobs
+            own = report.logprobs
             self._rollouts.write(
                 StepRollouts(
                     adapter=ref.name,

@@ -1,18 +1,21 @@
 """The metrics of a training step by tag: each is named here, once. `StepRecord.metrics` has them, readers use the tags.
 
 A tag is what TensorBoard and trackers show: ``train/``, ``time/`` (seconds), ``speed/``, ``memory/`` (GiB), ``reward/``
-and ``reward_cost/`` by name, ``machine/`` (`obs.machine`), ``extra/``. Fractions are in [0, 1], log-probabilities in
-nats. None: not measured.
+and ``reward_cost/`` by name, ``mismatch/`` and ``mismatch_kl/`` by cause, ``machine/`` (`obs.machine`), ``extra/``.
+Fractions are in [0, 1], log-probabilities in nats. None: not measured.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
+from areal_lora.algorithms.mismatch import split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
+from areal_lora.obs.mismatch_bill import GAP, KL
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, Stats
@@ -79,10 +82,14 @@ def of_batch(batch: TrainBatch) -> Metrics:
     """``explained_variance`` is the share of the returns' variance that a critic's values before the step explain (at
     most 1). ``sampled_nll`` is the mean negative log-probability of the sampled tokens under the versions that sampled
     them: an estimate of the policy's entropy. ``baseline_mean`` is the mean reward of the greedy answers.
+    ``replayed`` is the share of the sampled tokens that are predicted along a server's routes, ``not_replayed`` counts
+    the others.
     """
     rewards = sample_rewards(batch.rewards, batch.sample_ids)
-    given = batch.given.repeat_interleave(batch.cu_seqlens.diff())  # [T]
-    sampled = batch.rollout_logprobs[batch.loss_mask & ~given]
+    of_sampled, missing = _sampled(batch), None
+    sampled = batch.rollout_logprobs[of_sampled]
+    if batch.routes is not None:  # the token before predicts, and no sequence starts with a sampled one
+        missing = int((batch.routes[:-1, 0, 0] < 0)[of_sampled[1:]].sum())
     baselines = None if batch.baselines is None else sample_rewards(batch.baselines, batch.sample_ids)
     return {
         "train/reward_mean": float(rewards.mean()),
@@ -92,6 +99,8 @@ def of_batch(batch: TrainBatch) -> Metrics:
         "train/mean_answer_tokens": float(batch.loss_mask.sum()) / batch.n_sequences,
         "train/sampled_nll": -float(sampled.mean()) if sampled.numel() else None,
         "train/explained_variance": explained_variance(batch),
+        "train/replayed": None if missing is None or not sampled.numel() else 1.0 - missing / sampled.numel(),
+        "train/not_replayed": missing,
         "extra/given_fraction": float(batch.given.float().mean()),
         "extra/baseline_mean": None if baselines is None else float(baselines.nanmean()),
     }
@@ -100,7 +109,8 @@ def of_batch(batch: TrainBatch) -> Metrics:
 def of_learning(report: LearnReport) -> Metrics:
     """``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
     tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
-    ``value_loss`` is half the squared error of a critic's values per trained token.
+    ``value_loss`` is half the squared error of a critic's values per trained token. ``router_flips`` is the share of
+    pairs (token, layer) for which the trainer's router chooses other experts than the routes that it replays.
     """
     votes, share = shifted_share(report.sums)
     return {
@@ -111,6 +121,7 @@ def of_learning(report: LearnReport) -> Metrics:
         "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
         "train/mismatch_fresh": _mismatch(report, "fresh"),
         "train/mismatch_stale": _mismatch(report, "stale"),
+        "train/router_flips": report.mean("router_flips", "routed_choices"),
         "train/kl": report.per_sampled_token("kl"),
         "train/entropy": report.per_token("entropy"),
         "train/value_loss": report.mean("value_loss", "value_tokens"),
@@ -134,6 +145,33 @@ def of_audit(audit: Audit) -> Metrics:
         "train/unaudited_steps": audit.silent_steps,
         "extra/audit_s": audit.took_s,
     }
+
+
+def of_replay(batch: TrainBatch, report: LearnReport) -> Metrics:
+    """``replay_removes`` is what mean |trainer - rollout| logprob of sampled tokens gains without replay."""
+    own, trained, on = report.own_choice, report.logprobs, _sampled(batch)
+    if own is None or trained is None or not on.any():
+        return {}
+    without, left = (float((x - batch.rollout_logprobs)[on].abs().mean()) for x in (own, trained))
+    return {"train/replay_removes": without - left}
+
+
+def of_mismatch(audit: Audit, report: LearnReport, version: int) -> Metrics:
+    """The mismatch of the audited tokens of the batch that trained ``version``, by cause (`algorithms.mismatch`).
+
+    Removed in this order: ``record``, by a server's score under the version that sampled; ``staleness``, by its score
+    under ``version``. What remains are ``numerics``. Empty unless all are known.
+    """
+    found = audit.rescored
+    if found is None or found.version != version or report.logprobs is None:
+        return {}
+    trained = report.logprobs[found.at]
+    recorded, sampled, current = (torch.tensor(x) for x in (found.recorded, found.sampled, found.current))
+    pairs = {"record": (recorded, trained), "staleness": (sampled, trained), "numerics": (current, trained)}
+    tags: Metrics = {}
+    for cause, part in split(pairs).items():
+        tags |= {GAP + cause: part.gap, KL + cause: part.kl}
+    return tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +242,11 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
         "train/n_tokens": window.tokens,
         "train/n_sequences": window.sequences,
     }
+
+
+def _sampled(batch: TrainBatch) -> torch.Tensor:
+    """[T] bool: tokens on the mask but for those of given answers."""
+    return batch.loss_mask & ~batch.given.repeat_interleave(batch.cu_seqlens.diff())
 
 
 def _share(found: Sequence[bool]) -> float | None:

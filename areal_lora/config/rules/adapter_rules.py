@@ -128,6 +128,9 @@ def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.rollout.adapter_mode == "merged":
         reason = "vLLM returns no routes from the fused kernel of experts without LoRA"
         yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to off")
+    if "additional_config" in config.rollout.engine_args:
+        reason = "rollout.engine_args.additional_config replaces the setting by which servers return routes"
+        yield Finding(key, reason, "leave that out, or set it to off")
 
 
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:

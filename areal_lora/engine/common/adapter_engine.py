@@ -251,10 +251,10 @@ class AdapterEngine:
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
+        layout = self._sharded.layout
         if scores is not None:
-            layout, columns = self._sharded.layout, tuple(scores.shape[1:])
-            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=columns))
-        return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
+            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=scores.shape[1:]))
+        return micro.with_flips(micro.sum_over_ranks(sums, layout.reporting()), batch, self._model.active.flips)
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).

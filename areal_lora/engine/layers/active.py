@@ -156,6 +156,7 @@ class ActiveAdapters:
 
     def __init__(self, used: Mapping[str, Dropout | None] | None = None) -> None:
         self.tokens: PackedTokens | None = None
+        self.flips: Tensor | None = None
         self._use(used or {})
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
@@ -175,7 +176,7 @@ class ActiveAdapters:
         """
         before = self.each, self._tables, self.tokens
         self._use(adapters)
-        self.tokens = None
+        self.tokens = self.flips = None
         try:
             yield
         finally:
@@ -188,6 +189,15 @@ class ActiveAdapters:
     def routes(self, layer: int) -> Tensor | None:
         """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
         return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[:, layer]
+
+    def count_flips(self, own: Tensor, routes: Tensor) -> None:
+        """Add to ``flips``, on the device: pairs (token, layer) whose ``routes`` [t, K] name other experts than the
+        router's ``own`` [t, K], and all pairs with routes. Since the start of `using`; a recomputed layer counts twice.
+        """
+        known = routes[:, 0] >= 0
+        same = (own[:, :, None] == routes[:, None]).any(2).all(1)
+        counts = torch.stack([(known & ~same).sum(), known.sum()])
+        self.flips = counts if self.flips is None else self.flips + counts
 
     def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
         """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.

@@ -24,18 +24,19 @@ def replay(scores: Tensor, own: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]
 class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
     """Replace what a router of transformers chooses of all ``n`` experts by ``routes`` [t, K].
 
-    That is the `topk` of K of scores [t, n]; others choose groups of experts.
+    That is the `topk` of K of scores [t, n]; others choose groups of experts. ``active`` counts what it changes.
     """
 
-    def __init__(self, routes: Tensor, n: int) -> None:
+    def __init__(self, active: ActiveAdapters, routes: Tensor, n: int) -> None:
         super().__init__()
-        self._routes, self._shapes, self.replayed = routes, [(len(routes), n), routes.shape], 0
+        self._active, self._routes, self._shapes, self.replayed = active, routes, [(len(routes), n), routes.shape], 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or [args[0].shape, found[1].shape] != self._shapes:
             return found
         self.replayed += 1
+        self._active.count_flips(found[1], self._routes)
         return type(found)(replay(args[0], found[1], self._routes))
 
 
@@ -49,7 +50,7 @@ def follow_routes(router: Any, active: ActiveAdapters, layer: int, n: int) -> No
     def routed(*args: Any, **kwargs: Any) -> Any:
         if (routes := active.routes(layer)) is None:
             return forward(*args, **kwargs)
-        with RouterReplay(routes, n) as mode:
+        with RouterReplay(active, routes, n) as mode:
             found = forward(*args, **kwargs)
         if mode.replayed != 1:
             raise refused(type(router).__name__)

@@ -192,7 +192,11 @@ class RouterChoice:
         """Scores and numbers [t, topk] of the experts chosen of ``scores`` [t, E]; t: all tokens, or this rank's."""
         found, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         routes = self.active.routes(self.layer)
-        return (found, own) if routes is None else replay(scores, own, _own_part(routes, len(scores)))
+        if routes is None:
+            return found, own
+        routes = _own_part(routes, len(scores))
+        self.active.count_flips(own, routes)
+        return replay(scores, own, routes)
 
 
 class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]

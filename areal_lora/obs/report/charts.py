@@ -138,9 +138,12 @@ CHARTS = (
     Chart(
         "Logprob mismatch",
         "mean |trainer - rollout|, nats: of tokens of the same version (fresh, numerics only), older ones, all",
-        "train/mismatch_* train/behaviour_mean_abs",
+        "train/mismatch_* train/behaviour_mean_abs train/replay_removes",
         log=True,
     ),
+    Chart("Mismatch by cause", "nats; parts of mean |trainer - rollout| of audited tokens", "mismatch/*"),
+    Chart("Mismatch by cause, KL", "nats; parts of the divergence", "mismatch_kl/*"),
+    Chart("Router flips", "share of choices that differ from the replayed ones", "train/router_flips", unit=True),
     Chart(
         "Critic",
         "value loss per token; share of the returns' variance explained",

@@ -107,6 +107,10 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             metrics={
                 "reward/right": level,
                 "reward/brief": -0.1,
+                "mismatch/staleness": 0.03,
+                "mismatch/numerics": 0.01,
+                "mismatch_kl/staleness": 0.0006,
+                "mismatch_kl/numerics": 0.0002,
                 "time/pacing_margin_s": 0.1,
                 "time/batch_spare_s": rng.gauss(0.3, 0.2),
             },

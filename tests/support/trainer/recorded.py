@@ -98,7 +98,8 @@ class RecordedEngine:
         logprobs = (self._of(batch) if self.dropped is None else self.dropped).detach().clone().requires_grad_()
         entropies = -2 * logprobs.detach() if need_entropy else None
         if scores is not None:
-            scores.copy_(torch.stack([logprobs.detach(), entropies], 1))
+            known = logprobs.detach()
+            scores.copy_(known if entropies is None else torch.stack([known, entropies], 1))
         sums = loss_fn(batch, logprobs, entropies)
         sums.loss.backward()
         self.gradient = logprobs.grad

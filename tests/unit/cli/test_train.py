@@ -1,10 +1,15 @@
-"""``areal-lora plan --simulate``."""
+"""``areal-lora plan --simulate`` and the mismatch that ``doctor --run`` prints."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from areal_lora.cli import app
+from areal_lora.cli import train as verbs
+from tests.support.obs.fake_run import make_run
 from tests.support.paths import EXAMPLES
 
 
@@ -15,3 +20,20 @@ def test_a_plan_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for part in ("by arithmetic", "steps per hour", "staleness", "lost at half", "p99", "announce", "trainer ranks"):
         assert part in out
+
+
+def test_the_doctor_of_a_run_has_its_mismatch_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verbs, "examine", lambda *_, **__: [])
+    run = str(make_run(tmp_path / "run", steps=4))
+    assert app.main(["doctor", "--run", run, "--quick"]) == 0, capsys.readouterr().err
+    first, staleness, numerics = capsys.readouterr().out.splitlines()[-3:]
+    assert first == "mismatch of toy: 0.04 nats a token, KL 0.0008"
+    assert staleness.split()[:5] == ["staleness", "3.00e-02", "6.00e-04", "75%", "75%"]
+    assert "rollout.max_staleness" in staleness
+    assert "behaviour.router_replay" in numerics
+    assert app.main(["doctor", "--run", run, "--quick", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mismatch"] == {
+        "toy": {"staleness": [0.03, 0.0006], "numerics": [0.01, 0.0002]}
+    }

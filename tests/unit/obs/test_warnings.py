@@ -52,6 +52,11 @@ STEPS: dict[str, tuple[Trouble, str]] = {
     "a slow reward": (lambda n: {"wait_batch_s": 1.5, "metrics": {"reward_cost/seconds": 3.0}}, "raise reward.workers"),
     "stale groups": (lambda n: {"dropped": {"stale": 2 + 8 * n}}, "raise max_staleness"),
     "mismatch": (lambda n: {"mismatch_fresh": 0.2}, "model.dtype=float32"),
+    "a mismatch without fresh tokens": (
+        lambda n: {"metrics": {"mismatch/staleness": 0.3, "mismatch/numerics": 0.2}},
+        "0.2 nats a token between trainer and servers: kernels",
+    ),
+    "answers without routes": (lambda n: {"metrics": {"train/not_replayed": 3.0}}, "3 tokens a step have no routes"),
     "a policy that moves too fast": (lambda n: {"mismatch_stale": 0.9}, "lower optimizer.lr"),
     "exploding gradients": (lambda n: {"grad_norm": 40.0 * 2**n}, "lower optimizer.lr"),
     "gradients that are not finite": (lambda n: {"metrics": {"extra/skipped": 1.0}}, "not finite: lower optimizer.lr"),

@@ -21,6 +21,7 @@ from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 from tests.support.weight_sync.memory_server import MemoryServer
 
 ETA, NOW = 2, 7
+REF = AdapterRef(name="math", version=NOW)
 FP32, BF16 = (1e-3, 1e-6), (0.2, 2e-2)  # limit, and how far two computations of one thing lie apart
 
 
@@ -199,18 +200,18 @@ def served(score: Any, name: str = "server-0") -> MemoryServer:
 def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_one_is_gone() -> None:
     with served(server(1e-6)) as one, served(server(1e-6), "server-1") as other:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
-        auditor.servers = (one.endpoint, other.endpoint)
-        auditor.start("math", batch(1, "interrupt"), 1, 1.0)
+        auditor.activated(REF, (one.endpoint, other.endpoint))
+        auditor.start(REF, batch(1, "interrupt"), 1.0)
         first = auditor.collect("math", wait=True)
         assert first is not None
         assert (first.error, first.missing) == ("", "")
         one.__exit__()
-        auditor.start("math", batch(2, "interrupt"), 2, 1.0)
+        auditor.start(REF, batch(2, "interrupt"), 1.0)
         second = auditor.collect("math", wait=True)
         assert second is not None
         assert second.tokens > 60
         assert not second.error
-        auditor.start("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0)
         third = auditor.collect("math", wait=True)
         assert third is not None
         assert "shifted by one token" in third.error
@@ -228,10 +229,10 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
 
     with served(slow) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
-        auditor.servers = (one.endpoint,)
-        auditor.start("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        auditor.activated(REF, (one.endpoint,))
+        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0)
         assert asked.wait(120.0)
-        auditor.start("math", batch(4, "finish"), 4, 1.0)
+        auditor.start(REF, batch(4, "finish"), 1.0)
         skipped = auditor.collect("math")
         assert skipped is not None
         assert (skipped.tokens, skipped.silent_steps) == (0, 1)
@@ -244,12 +245,40 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
         auditor.close()
 
 
+def test_tokens_are_scored_under_the_version_in_training_once_it_is_active() -> None:
+    made = batch(5, "interrupt")
+    with served(server(0.0)) as one:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
+        auditor.activated(replace(REF, version=NOW - 1), (one.endpoint,))
+        auditor.start(REF, made, 1.0)
+        late = threading.Timer(0.3, lambda: auditor.activated(REF, (one.endpoint,)))
+        late.start()
+        found = auditor.collect("math", wait=True)
+        auditor.close()
+    assert found is not None
+    assert not late.is_alive()
+    again = found.rescored
+    assert again is not None
+    assert (again.version, len(set(again.at)), len(again.at)) == (NOW, found.tokens, found.tokens)
+    assert again.recorded == made.rollout_logprobs[again.at].tolist()
+    bounds, texts = made.cu_seqlens.tolist(), made.token_ids.tolist()
+    for t, sampled, current in zip(again.at, again.sampled, again.current, strict=True):
+        row = texts[max(start for start in bounds if start <= t) : t + 1]
+        assert (sampled, current) == pytest.approx((logprob(int(made.versions[t]), row), logprob(NOW, row)))
+
+
+def test_without_a_server_of_the_version_in_training_the_comparison_stands() -> None:
+    found = audit(choose(batch(1, "finish"), "math", 1), server(0.0, range(NOW)), FP32[0], REF)
+    assert (found.error, found.missing, found.rescored) == ("", "", None)
+    assert found.tokens > 60
+
+
 def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """A server that scores one sequence too few."""
     with served(lambda ref, rows: server(1e-6)(ref, rows)[1:]) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
-        auditor.servers = (one.endpoint,)
-        auditor.start("math", batch(1, "finish"), 1, 1.0)
+        auditor.activated(REF, (one.endpoint,))
+        auditor.start(REF, batch(1, "finish"), 1.0)
         found = auditor.collect("math", wait=True)
         auditor.close()
     assert found is not None
@@ -261,7 +290,7 @@ def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCap
 def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:
     auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
     for step in range(auditing.QUIET_STEPS):
-        auditor.start("math", batch(step, "finish"), step, 1.0)
+        auditor.start(REF, batch(step, "finish"), 1.0)
         got = auditor.collect("math", wait=True)
         assert got is not None
         assert (got.tokens, got.silent_steps, got.error) == (0, step + 1, "")

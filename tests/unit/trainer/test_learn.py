@@ -270,3 +270,24 @@ def test_entropies_are_reported_in_the_order_of_the_batch_where_the_algorithm_ne
     assert found is not None
     assert torch.equal(found, -2 * batch.rollout_logprobs)
     assert _learn(RecordedEngine(batch.rollout_logprobs), make_adapter(), batch).entropies is None
+
+
+def test_log_probabilities_before_the_step_are_reported_without_a_pass_for_them() -> None:
+    batch = make_batch()
+    engine = RecordedEngine(batch.rollout_logprobs)
+    for adapter in (make_adapter(), make_adapter(entropy_coef=0.1), _with(make_adapter(), minibatches=2)):
+        found = _learn(engine, adapter, batch)
+        assert found.logprobs is not None
+        assert torch.equal(found.logprobs, batch.rollout_logprobs)
+        assert found.own_choice is None
+    assert engine.asked == ["gsm8k"], "two minibatches need the proximal policy"
+    moved = _with(make_adapter(ratio="rollout", behaviour_correction="none"), minibatches=2)
+    assert _learn(engine, moved, batch).logprobs is None, "the second minibatch is of a policy that has moved"
+
+
+@pytest.mark.parametrize("version", [4, 16])
+def test_a_batch_with_routes_is_scored_without_them_every_sixteenth_step(version: int) -> None:
+    batch = replace(make_batch(), routes=torch.zeros(11, 2, 2, dtype=torch.int16))
+    engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter()
+    found = learn(engine, adapter, annotate(engine, adapter, batch), version=version, base_dtype="float32", lr=0.5)
+    assert (found.own_choice is not None) == (version == 16) == bool(engine.asked)

@@ -89,9 +89,9 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
     received = msgspec.structs.replace(EMPTY, adapter=NAME, step=4, groups=groups, texts=texts, dropped=(lost,))
     batch = collate(PackedGroups.of(groups))
     sums, entropies = defaultdict(float, tokens=8.0), batch.loss_mask * 1.5
-    report = LearnReport(sums=sums, grad_norm=1.0, lr=1e-3, skipped=0.0, entropies=entropies)
-    prox = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
-    annotated = replace(batch, advantages=batch.loss_mask * 2.0, prox_logprobs=prox)
+    own = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
+    report = LearnReport(sums=sums, grad_norm=1.0, lr=1e-3, skipped=0.0, entropies=entropies, logprobs=own)
+    annotated = replace(batch, advantages=batch.loss_mask * 2.0)
     for resumed in ({}, {NAME: 4}):
         rollouts = RolloutWriter(RunFolder(tmp_path), 1 << 20, list)
         recorder = Recorder(RunFolder(tmp_path), [NAME], resumed, time.monotonic(), rollouts=rollouts)

@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
-from areal_lora.trainer.step_metrics import Devices, Window, measured, of_client, of_groups, of_memory, of_speed
+from areal_lora.trainer.audit import Audit, ServerScores
+from areal_lora.trainer.learn import LearnReport
+from areal_lora.trainer.step_metrics import (
+    Devices,
+    Window,
+    measured,
+    of_batch,
+    of_client,
+    of_groups,
+    of_memory,
+    of_mismatch,
+    of_replay,
+    of_speed,
+)
 from areal_lora.types import TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.operations.client import datum
@@ -73,6 +88,41 @@ def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:
     )
     spans.counts.pop("recomputed_flops")
     assert measured(of_speed(spans, 3200, Devices(count=4))).keys() == {"speed/tokens_per_s", "speed/tflops"}
+
+
+def test_the_mismatch_of_audited_tokens_is_split_where_all_policies_are_known() -> None:
+    trained = torch.tensor([9.0, -1.0, 9.0, -2.0])
+    again = ServerScores(version=3, at=[1, 3], recorded=[-1.5, -1.5], sampled=[-1.4, -1.5], current=[-1.2, -1.6])
+    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=trained)
+    found = of_mismatch(Audit(rescored=again), report, 3)
+    wanted = {"record": 0.05, "staleness": 0.15, "numerics": 0.3}  # mean |d| is 0.5, 0.45, 0.3
+    assert {tag: value for tag, value in found.items() if tag.startswith("mismatch/")} == pytest.approx(
+        {f"mismatch/{cause}": part for cause, part in wanted.items()}, abs=1e-6
+    )
+    assert sum(value or 0 for tag, value in found.items() if tag.startswith("mismatch_kl/")) == pytest.approx(0.125)
+    assert of_mismatch(Audit(), report, 3) == {}
+    assert of_mismatch(Audit(rescored=again), report, 4) == {}
+    assert of_mismatch(Audit(rescored=again), replace(report, logprobs=None), 3) == {}
+
+
+def test_what_replay_removes_is_measured_over_the_sampled_tokens() -> None:
+    batch = replace(scoring_batch([[5, 6, 7], [1, 2]], "a"), given=torch.tensor([False, True]))
+    own, trained = torch.tensor([9.0, -0.3, 0.5, 9.0, 9.0]), torch.tensor([9.0, 0.1, -0.1, 9.0, 9.0])
+    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=trained, own_choice=own)
+    assert of_replay(batch, report) == pytest.approx({"train/replay_removes": 0.3})
+    assert of_replay(batch, replace(report, own_choice=None)) == {}
+    assert of_replay(replace(batch, given=torch.ones_like(batch.given)), report) == {}
+
+
+def test_sampled_tokens_without_a_route_of_their_prediction_are_counted() -> None:
+    batch = scoring_batch([[5, 6, 7, 8], [1, 2, 3]], "a")
+    assert "train/replayed" not in measured(of_batch(batch))
+    routes = torch.zeros(7, 2, 2, dtype=torch.int16)
+    routes[[1, 3, 6]] = -1  # the last tokens of both predict nothing
+    found = measured(of_batch(replace(batch, routes=routes)))
+    assert (found["train/not_replayed"], found["train/replayed"]) == (1, 0.8)
+    given = replace(batch, routes=routes, given=torch.tensor([True, False]))
+    assert measured(of_batch(given))["train/not_replayed"] == 0
 
 
 def test_memory_is_in_gib_and_the_rest_is_what_no_part_explains() -> None:

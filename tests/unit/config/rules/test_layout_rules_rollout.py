@@ -106,6 +106,7 @@ def replayed(*overrides: str, value: str = "rollout", **hf: object) -> str:
         (("adapters.gsm8k.sft.steps=1000000",), {}, "given answers"),
         (("cluster.device=cuda",), {}, "no routes on devices"),
         (("rollout.adapter_mode=merged",), {}, "set rollout.adapter_mode=unmerged, or set it to off"),
+        (("rollout.engine_args={additional_config: {a: 1}}",), {}, "additional_config replaces the setting"),
     ],
 )
 def test_routes_are_replayed_where_servers_return_them(

@@ -51,14 +51,15 @@ def engine_of(folder: Path, recompute: Recompute = "none") -> FsdpEngine:
     return FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU)
 
 
-def score(folder: Path, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+def score(folder: Path, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """transformers in float64, a sequence at a time: [T] log-probabilities, and the choices [T, L, K] of all layers.
 
-    ``routes`` replace the choices; what is made of the scores is written here once more.
+    ``routes`` replace the choices; what is made of the scores is written here once more. Last the routers' own choices.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     gates: list[Any] = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     chosen: list[Tensor] = []
+    its_own: list[Tensor] = []
 
     def weigh(gate: Any, its: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.double().t()
@@ -67,22 +68,24 @@ def score(folder: Path, routes: Tensor | None) -> tuple[Tensor, Tensor]:
         own = (scores + gate.e_score_correction_bias if sigmoid else scores).topk(gate.top_k).indices
         found = own if its is None else torch.where(its < 0, own, its.long())
         chosen.append(found)
+        its_own.append(own)
         weights = scores.gather(1, found)
         if vars(gate).get("norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights * vars(gate).get("routed_scaling_factor", 1.0), found
 
-    scores, choices = [], []
+    scores, choices, owns = [], [], []
     parts = [None] * len(ROWS) if routes is None else routes.split([len(row) for row in ROWS])
     for row, own in zip(ROWS, parts, strict=True):
-        chosen.clear()
+        chosen.clear(), its_own.clear()
         for layer, gate in enumerate(gates):
             gate.forward = partial(weigh, gate, None if own is None else own[:, layer])
         with torch.no_grad():
             logp = model(torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
         scores += [torch.zeros(1), logp.gather(1, torch.tensor(row)[1:, None])[:, 0]]
         choices.append(torch.stack(chosen, 1))
-    return torch.cat(scores).float(), torch.cat(choices).to(torch.int16)
+        owns.append(torch.stack(its_own, 1))
+    return torch.cat(scores).float(), torch.cat(choices).to(torch.int16), torch.cat(owns).to(torch.int16)
 
 
 def batch_of(routes: Tensor) -> TrainBatch:
@@ -95,7 +98,7 @@ def test_routes_decide_and_a_routers_own_change_nothing(kind: str, tmp_path: Pat
     """A third of the tokens, and those of the shared start, have routes of their own or none."""
     folder = folder_of(kind, tmp_path)
     engine, experts = engine_of(folder), read_shape(folder).experts
-    plain, own = score(folder, None)
+    plain, own, _ = score(folder, None)
     found = engine.logprobs(replace(batch_of(own), routes=None), adapter=None)
     torch.testing.assert_close(found, plain, atol=2e-5, rtol=0)
     torch.testing.assert_close(engine.logprobs(batch_of(own), adapter=None), found, atol=1e-6, rtol=0)
@@ -103,10 +106,30 @@ def test_routes_decide_and_a_routers_own_change_nothing(kind: str, tmp_path: Pat
     assert torch.equal(engine.logprobs(batch_of(nowhere), adapter=None), found)
     planted = torch.where((torch.arange(TOKENS) % 3 == 1)[:, None, None], nowhere, (own + 1) % experts)
     planted[37:54] = planted[:17]
-    wanted, taken = score(folder, planted)
+    wanted, taken, _ = score(folder, planted)
     assert not torch.equal(taken, own)
     torch.testing.assert_close(engine.logprobs(batch_of(planted), adapter=None), wanted, atol=2e-5, rtol=0)
     assert (wanted - plain).abs().max() > 0.02
+
+
+def test_choices_that_differ_are_counted_whatever_their_order(tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    engine, experts = engine_of(folder), read_shape(folder).experts
+    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
+    planted = score(folder, None)[1].flip(-1)
+    planted[2] = -1
+    planted[40, 1] = (planted[40, 1] + 1) % experts
+    planted[50:53, 0] = torch.tensor([0, experts - 1])
+    alone = replace(scoring_batch(ROWS, "a"), group_ids=torch.arange(3), routes=planted)  # no tree: every token counts
+    sums = engine.forward_backward(alone, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    own, known = score(folder, planted)[2].flatten(0, 1), (planted >= 0).flatten(0, 1)[:, 0]
+    pairs = zip(own[known].tolist(), planted.flatten(0, 1)[known].tolist(), strict=True)
+    assert sums["router_flips"] == sum(set(mine) != set(its) for mine, its in pairs)
+    assert sums["router_flips"] >= 2
+    assert sums["routed_choices"] == (TOKENS - 1) * planted.shape[1]
+    assert "router_flips" not in engine.forward_backward(
+        replace(alone, routes=None), lambda _, logprobs, __: LossSums(loss=logprobs.sum())
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "offload"])

@@ -68,5 +68,9 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     assert logits.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
+    own_sets, known = plain_map.nonzero()[:, 1].view(TOKENS, K), mine[:, 0] >= 0
+    flipped = sum(set(a) != set(b) for a, b in zip(own_sets[known].tolist(), mine[known].tolist(), strict=True))
+    assert active.flips is not None
+    assert active.flips.tolist() == [flipped, int(known.sum())]
     active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes.new_full(routes.shape, -1)))
     assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)

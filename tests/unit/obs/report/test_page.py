@@ -43,7 +43,7 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     ):
         assert shown in page.text, shown
     lines = {line.name for chart in page.data.sections[0].charts for line in chart.lines}
-    assert {"commit_wait", "mismatch_fresh"} <= lines
+    assert {"commit_wait", "mismatch_fresh", "staleness"} <= lines
     assert '"world_size": 2' in page.text
     assert "nothing recorded" not in page.text
 
