@@ -1,7 +1,7 @@
 """Calls of user code from the controller's event loop.
 
-User code (environments of `multi_turn`, custom workflows) is trusted: it runs in the controller's process, unlike rewards. What it
-raises is a typed fault of its group, never the end of the controller.
+User code of `multi_turn` environments and custom workflows is trusted: it runs in the controller's process, unlike
+rewards. What it raises is a typed fault of its group, never the end of the controller.
 """
 
 import asyncio

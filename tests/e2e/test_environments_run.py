@@ -1,9 +1,9 @@
 """Agents and environments of others in one run of five adapters: a taskset of verifiers, an MCP server, a gym-style
-class, an OpenEnv server, and the OpenAI Agents SDK with a tool, unmodified. Real Megatron, vLLM and tool parser of vLLM.
+class, an OpenEnv server, and the OpenAI Agents SDK with a tool. Real packages, Megatron, vLLM and a vLLM tool parser.
 
-Real packages, in workers; verifiers and OpenEnv have the interpreter of a virtual environment of their own. The tiny
-model knows one format only, ``3*4=12 12-5=7 #### 7``. Its answers stop at ``=``, which the parser of ``tests/support/agents``
-reads as a call of the calculator; the result comes back as a tool's message.
+Verifiers and OpenEnv have the interpreter of a virtual environment of their own. The tiny model knows one format only,
+``3*4=12 12-5=7 #### 7``. Its answers stop at ``=``, which the parser of ``tests/support/agents`` reads as a call of the
+calculator; the result comes back as a tool's message.
 """
 
 from __future__ import annotations
