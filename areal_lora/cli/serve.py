@@ -26,7 +26,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
-from areal_lora.obs.report.answers import VersionAnswers, save_answers
+from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets
 from areal_lora.run_folder.events import now_utc

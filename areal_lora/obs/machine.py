@@ -105,7 +105,7 @@ def load_nvml() -> Any | None:
 def gpu_figures(nvml: Any, visible: str | None) -> dict[str, dict[str, float]]:
     """``GPU_READINGS`` by NVML's number of each GPU in ``visible``, as in CUDA_VISIBLE_DEVICES (None: all).
 
-    A slice of a GPU (MIG) has its name instead. What is lost or not supported is left out.
+    A slice of a GPU (MIG) has its name instead. What is lost or not supported has no figures.
     """
     found: dict[str, dict[str, float]] = {}
     with suppress(nvml.NVMLError):

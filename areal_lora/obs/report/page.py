@@ -18,10 +18,10 @@ from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, 
 from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, StepRecord
-from areal_lora.obs.report.answers import answers_section
 from areal_lora.obs.report.charts import ChartData, ClockData, RunCharts
 from areal_lora.obs.report.inspector import RolloutIndex, RolloutOverview
 from areal_lora.obs.report.summary import Figures, RunFigures
+from areal_lora.obs.report.version_answers import answers_section
 from areal_lora.obs.run_view import RunView, counted, newest_state
 from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.report.answers import VersionAnswers, save_answers
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
+from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.run_folder.events import EndEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status

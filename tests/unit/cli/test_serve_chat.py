@@ -15,7 +15,7 @@ from areal_lora.cli.app import main
 from areal_lora.cli.serve import ServingEndpoint
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
-from areal_lora.obs.report.answers import read_answers
+from areal_lora.obs.report.version_answers import read_answers
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import TINY_MODEL
 from tests.support.rollout.fake_server import FakeServer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.report.answers import (
+from areal_lora.obs.report.version_answers import (
     SHOWN,
     SHOWN_CHARS,
     VersionAnswers,
