@@ -42,7 +42,7 @@ LINES = {
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
     "rollout": 7418,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
-    "run_folder": 1071,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page; chats
+    "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5573,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3270,  # the time of scoring; reward models
     "trainer": 3924,  # parts of a batch, their routes; which passes join; states copied between operations; entropies

@@ -232,7 +232,6 @@ def test_answers_of_two_versions_are_side_by_side(browser: Browser, tmp_path: Pa
     attack = "<img src=x onerror='window.attacked = 1'></pre></main>\u202eright to left\u202c\x00\x1b[31mred"
     with live_page(folder) as address:
         visit = Visit(browser, address, width, scheme)
-        visit.wait("[...drawn.values()][0].plot")
         for prompt in (attack, "2 + 2?"):
             answers = {"toy@v1": attack, "toy@v2": "4\n" + "x" * 10**6}
             save_answers(folder, VersionAnswers(at="2026-01-01T00:00:00Z", prompt=prompt, gold="4", answers=answers))
