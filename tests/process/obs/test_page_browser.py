@@ -90,6 +90,9 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
     background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 27, 34)")
+    visit.page.emulate_media(media="print")
+    assert not visit.page.locator("#tools").is_visible(), "controls are not printed"
+    assert visit.page.locator("figure").first.is_visible()
     assert visit.problems == []
 
 
