@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4682,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 470,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4566,  # every rollout, its turns, entropies; trackers; a live page; warnings; machines, GPUs; kept chats
+    "obs": 4567,  # every rollout, its turns, entropies; trackers; a live page; warnings; machines, GPUs; kept chats
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
