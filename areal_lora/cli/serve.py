@@ -120,11 +120,11 @@ def chat(
         first = load_sets(config, chosen, tokenizer)[0]
         formatter, sampling, problems = first.formatter, first.sampling, first.held_out.prompts[:held_out]
 
-    def tell(text: str, answers: dict[str, str], gold: str = "") -> None:
-        if save:
-            save_answers(folder, VersionAnswers(at=now_utc(), prompt=text, gold=gold, answers=answers))
+    def show(text: str, answers: dict[str, str], gold: str = "") -> None:
         several = len(answers) > 1
         print("\n".join(f"{name}:\n{x}" if several else x for name, x in answers.items()), flush=True)
+        if save:
+            save_answers(folder, VersionAnswers(at=now_utc(), prompt=text, gold=gold, answers=answers))
 
     versions = [version] if against is None else [version, against]
     print(f"starting vLLM with {' and '.join(versions)} of {folder}", file=sys.stderr, flush=True)
@@ -133,9 +133,9 @@ def chat(
         talks = [Conversation(chosen, formatter, server, m, temperature, longest) for m in server.models]
         for problem in problems:
             print(problem.text)
-            tell(problem.text, {talk.model: talk.complete(problem.sample) for talk in talks}, problem.sample.gold)
+            show(problem.text, {talk.model: talk.complete(problem.sample) for talk in talks}, problem.sample.gold)
         if prompt is not None:
-            tell(prompt, {talk.model: talk.answer(prompt) for talk in talks})
+            show(prompt, {talk.model: talk.answer(prompt) for talk in talks})
         if problems or prompt is not None:
             return
         print(f"{' and '.join(server.models)} listen; /new starts again, Ctrl-D ends", file=sys.stderr)
@@ -144,7 +144,7 @@ def chat(
                 for talk in talks:
                     talk.turns.clear()
             elif text:
-                tell(text, {talk.model: talk.answer(text) for talk in talks})
+                show(text, {talk.model: talk.answer(text) for talk in talks})
 
 
 def _typed() -> str | None:

@@ -72,7 +72,7 @@ class MachineUse(msgspec.Struct, frozen=True, kw_only=True):
 def joined(uses: Iterable[MachineUse]) -> dict[str, float]:
     """``machine/<role>/<node>/<figure>`` of all processes, ``machine/<role>/<node>/<gpu>/<figure>`` of their GPUs.
 
-    For ``min``, ``mean`` and ``max`` where a role has more than `MAX_PLACES` of them.
+    ``min``, ``mean`` and ``max`` replace the places of a figure that a role has at more than `MAX_PLACES`.
     """
     found, metrics = defaultdict[tuple[str, str], dict[str, list[float]]](dict), dict[str, float]()
     for use in uses:
