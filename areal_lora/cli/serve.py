@@ -24,11 +24,15 @@ from areal_lora.checkpoint.recover import pick_version
 from areal_lora.cli.find_run import Adapter, Run, Version, open_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
-from areal_lora.data.prompts import Formatter, load_tokenizer
+from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
+from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
+from areal_lora.rollout.controller.eval_sets import load_sets
+from areal_lora.run_folder.events import now_utc
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import typed_sample
+from areal_lora.types import Sample
 
 START_S, STOP_S, POLL_S = 900.0, 20.0, 0.2
 ANSWER_S = 600.0
@@ -97,23 +101,42 @@ def chat(
     adapter: Adapter = None,
     against: Annotated[str | None, typer.Option(metavar="N", help="a second version, which answers, too")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="send this, print the answer and end")] = None,
+    held_out: Annotated[int, typer.Option(min=0, metavar="N", help="send the first N held-out problems and end")] = 0,
+    save: Annotated[bool, typer.Option("--save", help="show prompts and answers on the page of the run, too")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; the run's if not given")] = None,
 ) -> None:
     """Talk to a version in the terminal. What you type is written in the format of the run's task.
 
-    A chat task keeps the conversation; /new starts another one. Ctrl-D ends.
+    A chat task keeps the conversation; /new starts another one. Ctrl-D ends. A file as standard input has a prompt on
+    each line.
     """
     folder, config = open_run(run)
     chosen = adapter_named(config, adapter)
-    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=chosen.task.format)
+    tokenizer = load_tokenizer(config.model.folder)
+    formatter, sampling = Formatter(tokenizer=tokenizer, how=chosen.task.format), chosen.sampling
+    problems: Sequence[Prompt] = ()
+    if held_out:
+        first = load_sets(config, chosen, tokenizer)[0]
+        formatter, sampling, problems = first.formatter, first.sampling, first.held_out.prompts[:held_out]
+
+    def show(text: str, answers: dict[str, str], gold: str = "") -> None:
+        several = len(answers) > 1
+        print("\n".join(f"{name}:\n{x}" if several else x for name, x in answers.items()), flush=True)
+        if save:
+            save_answers(folder, VersionAnswers(at=now_utc(), prompt=text, gold=gold, answers=answers))
+
     versions = [version] if against is None else [version, against]
     print(f"starting vLLM with {' and '.join(versions)} of {folder}", file=sys.stderr, flush=True)
     with served(folder, config, chosen, versions, 0) as server:
-        longest = max_tokens or chosen.sampling.max_new_tokens
+        longest = max_tokens or sampling.max_new_tokens
         talks = [Conversation(chosen, formatter, server, m, temperature, longest) for m in server.models]
+        for problem in problems:
+            print(problem.text)
+            show(problem.text, {talk.model: talk.complete(problem.sample) for talk in talks}, problem.sample.gold)
         if prompt is not None:
-            print(_answers(talks, prompt))
+            show(prompt, {talk.model: talk.answer(prompt) for talk in talks})
+        if problems or prompt is not None:
             return
         print(f"{' and '.join(server.models)} listen; /new starts again, Ctrl-D ends", file=sys.stderr)
         while (text := _typed()) is not None:
@@ -121,14 +144,7 @@ def chat(
                 for talk in talks:
                     talk.turns.clear()
             elif text:
-                print(_answers(talks, text), flush=True)
-
-
-def _answers(talks: Sequence[Conversation], text: str) -> str:
-    """The answer; those of two versions below their names."""
-    if len(talks) == 1:
-        return talks[0].answer(text)
-    return "\n".join(f"{talk.model}:\n{talk.answer(text)}" for talk in talks)
+                show(text, {talk.model: talk.answer(text) for talk in talks})
 
 
 def _typed() -> str | None:
@@ -254,8 +270,15 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, text: str) -> str:
-        """The answer to ``text``. Raises RolloutError with the server's reason."""
+        """The answer to ``text`` as the next turn. Raises RolloutError with the server's reason."""
         sample = typed_sample(self.adapter.task, text, self.turns)
+        answer = self.complete(sample)
+        if sample.messages is not None:
+            self.turns += [sample.messages[-1], {"role": "assistant", "content": answer}]
+        return answer.strip()
+
+    def complete(self, sample: Sample) -> str:
+        """The answer to ``sample``, with the text that each answer starts with. Raises as `answer`."""
         body = {
             "model": self.model,
             "prompt": self.formatter.token_ids(sample),
@@ -263,10 +286,8 @@ class Conversation:
             "temperature": self.temperature,
             "stop": self.adapter.sampling.stop,
         }
-        answer: str = self.formatter.prefill + _post(f"{self.server.url}/completions", body)["choices"][0]["text"]
-        if sample.messages is not None:
-            self.turns += [sample.messages[-1], {"role": "assistant", "content": answer}]
-        return answer.strip()
+        text: str = _post(f"{self.server.url}/completions", body)["choices"][0]["text"]
+        return self.formatter.prefill + text
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

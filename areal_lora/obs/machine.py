@@ -4,10 +4,11 @@ process --every EVERY_S--> status/<role>-<index>.json (MachineUse) --> rank 0 --
 """
 
 import os
+import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
@@ -23,41 +24,66 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import STALE_S
 
 EVERY_S = 10.0
-MAX_NODES = 16  # of a role, with tags of their own: each step's record has all tags, and a chart a line for each
+MAX_PLACES = 16  # of a role, with tags of their own: each step's record has all tags, and a chart a line for each
 FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "cpu_share": sum,  # of all CPUs of the node, since the measurement before
     "memory_gib": sum,  # resident; pages that processes share count in each
-    "gpu_share": fmean,  # NVML's utilisation of the process's GPUs
-    "gpu_gib": max,  # in use on the fullest of its GPUs, by any process
+    "gpu_share": fmean,  # of a GPU of the process, as the three below: NVML's utilisation, by any process
+    "gpu_gib": max,  # in use
+    "gpu_watts": max,
+    "gpu_celsius": max,
     "sequences_running": sum,
     "sequences_waiting": sum,
     "sequences_outstanding": sum,  # requested by the controller, not answered
     "kv_cache_share": max,
+    "prefix_cache_share": fmean,  # of prompt tokens since the server's start, found in its prefix cache
+    "disk_free_gib": min,  # of the file system of the run folder, as trainer rank 0 sees it
 }
-"""The figures, and how those of the processes of one role on one node are joined."""
+"""The figures, and how those of the processes of one role on one node, or with one GPU, are joined."""
+
+GPU_READINGS: dict[str, Callable[[Any, Any], float]] = {  # of NVML and of the handle of a GPU
+    "gpu_share": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,  # percent
+    "gpu_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
+    "gpu_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # milliwatts
+    "gpu_celsius": lambda nvml, gpu: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+}
 
 log = get_logger(__name__)
 
 
 class MachineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process and its descendants on ``node`` use: ``FIGURES``, without those that it does not have."""
+    """What a process and its descendants on ``node`` use: ``FIGURES``, without those that it does not have.
+
+    ``gpus`` are those of each of its GPUs, by number.
+    """
 
     role: str
     node: str
     figures: dict[str, float]
+    gpus: dict[str, dict[str, float]] = {}
+
+    def places(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """The node and its GPUs, as in the names of metrics."""
+        yield self.node, self.figures
+        for gpu, figures in self.gpus.items():
+            yield f"{self.node}/{gpu}", figures
 
 
 def joined(uses: Iterable[MachineUse]) -> dict[str, float]:
-    """``machine/<role>/<node>/<figure>`` of all processes; for ``min``, ``mean`` and ``max`` beyond `MAX_NODES`."""
+    """``machine/<role>/<node>/<figure>`` of all processes, ``machine/<role>/<node>/<gpu>/<figure>`` of their GPUs.
+
+    ``min``, ``mean`` and ``max`` replace the places of a figure that a role has at more than `MAX_PLACES`.
+    """
     found, metrics = defaultdict[tuple[str, str], dict[str, list[float]]](dict), dict[str, float]()
     for use in uses:
-        for name, value in use.figures.items():
-            found[use.role, name].setdefault(use.node, []).append(value)
-    for (role, name), nodes in found.items():
-        each = {node: FIGURES[name](values) for node, values in nodes.items()}
-        if len(each) > MAX_NODES:
+        for place, figures in use.places():
+            for name, value in figures.items():
+                found[use.role, name].setdefault(place, []).append(value)
+    for (role, name), places in found.items():
+        each = {place: FIGURES[name](values) for place, values in places.items()}
+        if len(each) > MAX_PLACES:
             each = {"min": min(each.values()), "mean": fmean(each.values()), "max": max(each.values())}
-        metrics |= {f"machine/{role}/{node}/{name}": value for node, value in each.items()}
+        metrics |= {f"machine/{role}/{place}/{name}": value for place, value in each.items()}
     return metrics
 
 
@@ -68,6 +94,7 @@ def load_nvml() -> Any | None:
 
         pynvml.nvmlInit()
     except ImportError:
+        log.info("no figures of GPUs: the package nvidia-ml-py is missing")
         return None
     except pynvml.NVMLError as error:
         log.warning("no figures of GPUs: %s", error)
@@ -75,16 +102,24 @@ def load_nvml() -> Any | None:
     return pynvml
 
 
-def gpu_figures(nvml: Any, visible: str | None) -> dict[str, float]:
-    """Of the GPUs in ``visible``, as in CUDA_VISIBLE_DEVICES (None: all); of those without figures, as MIG's, none."""
-    names = visible.split(",") if visible is not None else map(str, range(nvml.nvmlDeviceGetCount()))
-    shares, used = [], []
-    for name in filter(None, map(str.strip, names)):
-        with suppress(nvml.NVMLError):
-            gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
-            used.append(nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30)
-            shares.append(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100)
-    return ({"gpu_gib": max(used)} if used else {}) | ({"gpu_share": fmean(shares)} if shares else {})
+def gpu_figures(nvml: Any, visible: str | None) -> dict[str, dict[str, float]]:
+    """``GPU_READINGS`` by NVML's number of each GPU in ``visible``, as in CUDA_VISIBLE_DEVICES (None: all).
+
+    A slice of a GPU (MIG) has its name instead. What is lost or not supported has no figures.
+    """
+    found: dict[str, dict[str, float]] = {}
+    with suppress(nvml.NVMLError):
+        names = visible.split(",") if visible is not None else map(str, range(nvml.nvmlDeviceGetCount()))
+        for name in filter(None, map(str.strip, names)):
+            with suppress(nvml.NVMLError):
+                of_name = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+                gpu = of_name(int(name) if name.isdigit() else name)
+                number = name if name.startswith("MIG") else str(nvml.nvmlDeviceGetIndex(gpu))
+                figures = found.setdefault(number, {})
+                for figure, read in GPU_READINGS.items():
+                    with suppress(nvml.NVMLError):
+                        figures[figure] = read(nvml, gpu)
+    return found
 
 
 class ProcessMeter:
@@ -138,9 +173,11 @@ class MachineWatch:
         nvml, meter = load_nvml() if self._device == "cuda" else None, ProcessMeter()
         while True:
             figures = meter.figures() | dict(self._figures())
-            figures |= gpu_figures(nvml, os.environ.get(VISIBLE["cuda"])) if nvml else {}
-            use = MachineUse(role=self._role, node=os.uname().nodename, figures=figures)
+            gpus = gpu_figures(nvml, os.environ.get(VISIBLE["cuda"])) if nvml else {}
             try:
+                if self._collects:
+                    figures["disk_free_gib"] = shutil.disk_usage(self._target.parent).free / 2**30
+                use = MachineUse(role=self._role, node=os.uname().nodename, figures=figures, gpus=gpus)
                 write_file(self._target, msgspec.json.encode(use))
                 self.uses = self._collect(time.monotonic()) if self._collects else []
             except OSError as error:

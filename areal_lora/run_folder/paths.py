@@ -91,6 +91,8 @@ class RunFolder:
     conversations = FolderEntry("conversations.jsonl")
     """Requests of agents and the answers (``rollout.conversations``)."""
     conversations_before = FolderEntry("conversations.1.jsonl")
+    answers = FolderEntry("answers.jsonl")
+    """Answers of served versions to the same prompts (``obs.report.version_answers``)."""
     tensorboard = FolderEntry("tensorboard")
     tracking = FolderEntry("tracking")
     """Folder of what a tracker keeps on this side (``obs.tracking``)."""

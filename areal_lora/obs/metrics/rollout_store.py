@@ -376,7 +376,7 @@ class RolloutWriter:
     def _drop(self, adapter: str, step: int) -> None:
         import pyarrow.compute as pc
 
-        for each in segments(self._folder):
+        for each in reversed(segments(self._folder)):  # a kill leaves no gap between steps
             file = parquet_file(each.path)
             void = (pc.field("adapter") == adapter) & (pc.field("step") >= step)
             if not len(file.read(["adapter", "step"]).filter(void)):

@@ -21,6 +21,7 @@ from areal_lora.obs.metrics.records import Record, StepRecord
 from areal_lora.obs.report.charts import ChartData, ClockData, RunCharts
 from areal_lora.obs.report.inspector import RolloutIndex, RolloutOverview
 from areal_lora.obs.report.summary import Figures, RunFigures
+from areal_lora.obs.report.version_answers import answers_section
 from areal_lora.obs.run_view import RunView, counted, newest_state
 from areal_lora.run_folder import events
 from areal_lora.run_folder.atomic import write_file
@@ -148,19 +149,24 @@ class RunPage:
         end = events.last_end(folder)
         failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
         return f"""<h1>{escape(config.run.name)}</h1><p class="sub">{escape(subtitle)}</p>{failure}
-{"" if end or folder.summary.exists() else self._now()}{run}
+{self._problems()}{"" if end or folder.summary.exists() else self._now()}{run}
 {_evals(total, self.several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
-{adapters}
+{adapters}{answers_section(folder)}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(self._shown(config))}</pre></details>"""
 
+    def _problems(self) -> str:
+        """What is wrong, or was at the end."""
+        return "".join(f'<p class="problem" role="status">{escape(problem)}</p>' for problem in self.view.problems)
+
     def _now(self) -> str:
-        """What each process does, which version is served and how it was checked, and what is wrong."""
+        """What each process does, which version is served and how it was checked."""
         view, rows = self.view, [{"process": name, "does": text} for name, text in read_statuses(self.folder).items()]
         left, published = view.remaining_s(), view.publishes[-1] if view.publishes else None
         pairs = [("steps", counted(view.steps_done, view.total))]
         pairs += [("remaining", duration(left))] if left is not None else []
         if published is not None:
-            pairs.append((f"served by {published.servers} servers", f"v{published.version}"))
+            # A server whose fingerprints differ from the trainer's does not commit.
+            pairs.append((f"served by {published.servers} servers, fingerprints equal", f"v{published.version}"))
             error = published.probe_mean_abs
             pairs += [("probe of what serves, mean |Δ logp|", number(error, 2))] if error is not None else []
         queue = view.steps[-1].metrics if view.steps else {}
@@ -169,8 +175,7 @@ class RunPage:
             for name in ("running", "ready", "leased")
             if (count := queue.get(f"train/groups_{name}")) is not None
         ]
-        problems = "".join(f'<p class="problem" role="status">{escape(problem)}</p>' for problem in view.problems)
-        return f"<h2>Now</h2>{problems}{boxes(pairs)}{table('', rows)}"
+        return f"<h2>Now</h2>{boxes(pairs)}{table('', rows)}"
 
 
 def _evals(metrics: Figures, several: bool) -> str:

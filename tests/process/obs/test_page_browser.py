@@ -21,6 +21,7 @@ import pytest
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
+from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.run_folder.events import EndEvent, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
@@ -89,6 +90,9 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
     background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 27, 34)")
+    visit.page.emulate_media(media="print")
+    assert not visit.page.locator("#tools").is_visible(), "controls are not printed"
+    assert visit.page.locator("figure").first.is_visible()
     assert visit.problems == []
 
 
@@ -222,6 +226,31 @@ def test_dropped_groups_have_their_reason_and_calls_of_tools_are_shown_as_calls(
         assert shown.index("result of search") < shown.index("Because.")
         visit.page.locator("#filter [name=outcome]").select_option("trained")
         visit.wait("document.querySelectorAll('ol.rollouts li').length === 16")
+        assert visit.problems == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_answers_of_two_versions_are_side_by_side(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    folder = RunFolder(make_run(tmp_path, steps=2))
+    attack = "<img src=x onerror='window.attacked = 1'></pre></main>\u202eright to left\u202c\x00\x1b[31mred"
+    with live_page(folder) as address:
+        visit = Visit(browser, address, width, scheme)
+        for prompt in (attack, "2 + 2?"):
+            answers = {"toy@v1": attack, "toy@v2": "4\n" + "x" * 10**6}
+            save_answers(folder, VersionAnswers(at="2026-01-01T00:00:00Z", prompt=prompt, gold="4", answers=answers))
+        visit.wait("document.querySelectorAll('#answers .beside > div').length === 4")
+        columns = visit.page.locator("#answers .beside > div")
+        left, right = (columns.nth(i).bounding_box() for i in (0, 1))
+        beside = left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+        below = left["x"] == right["x"] and left["y"] + left["height"] <= right["y"]
+        assert (beside, below) == (width == 1280, width == 400)
+        assert columns.nth(0).inner_text().startswith("toy@v1\n")
+        assert "<img src=x onerror='window.attacked = 1'></pre></main>" in columns.nth(2).inner_text()
+        assert visit.page.locator("#answers .prompt").first.inner_text() == "2 + 2?", "the newest first"
+        assert visit.page.evaluate("window.attacked") is None
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        visit.scroll_through()
+        assert visit.faults() == []
         assert visit.problems == []
 
 

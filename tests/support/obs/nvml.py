@@ -1,4 +1,9 @@
-"""A machine's GPUs as ``pynvml`` presents them."""
+"""A machine's GPUs as ``pynvml`` presents them.
+
+It hides what only a driver has: whether a figure is true, how long a reading takes, and handles of slices (MIG), whose
+names only the driver resolves. Names and parameters of its functions are compared with the package's
+(`test_the_fake_has_the_functions_of_the_package`); `tests/gpu/test_4_machine.py` reads a real GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +17,33 @@ class NvmlError(Exception):
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """``utilisation`` in percent; None: a device that has no such figure, as a slice of one (MIG)."""
+    """``utilisation`` in percent; None: a device that has no such figure, as a slice of one. ``lost``: off the bus."""
 
     uuid: str
     used_gib: float
     utilisation: int | None
+    milliwatts: int = 300_500
+    celsius: int = 40
+    lost: bool = False
+
+    def reading(self, value: float | None) -> float:
+        if value is None or self.lost:
+            raise NvmlError("GPU is lost" if self.lost else "Not Supported")
+        return value
 
 
 @dataclass(frozen=True)
 class FakeNvml:
+    """``driver`` is False once the driver has been unloaded."""
+
     gpus: tuple[FakeGpu, ...]
+    driver: bool = True
     NVMLError = NvmlError
+    NVML_TEMPERATURE_GPU = 0
 
     def nvmlDeviceGetCount(self) -> int:
+        if not self.driver:
+            raise NvmlError("Uninitialized")
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
@@ -33,12 +52,24 @@ class FakeNvml:
         return self.gpus[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
-        return next(gpu for gpu in self.gpus if gpu.uuid == uuid)
+        found = [gpu for gpu in self.gpus if gpu.uuid == uuid]
+        if not found:
+            raise NvmlError("Not Found")
+        return found[0]
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:
-        return SimpleNamespace(total=80 << 30, used=int(gpu.used_gib * 2**30))
+    def nvmlDeviceGetIndex(self, handle: FakeGpu) -> int:
+        return self.gpus.index(handle)
 
-    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:
-        if gpu.utilisation is None:
-            raise NvmlError("Not Supported")
-        return SimpleNamespace(gpu=gpu.utilisation, memory=0)
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> SimpleNamespace:
+        return SimpleNamespace(total=80 << 30, used=int(handle.reading(handle.used_gib * 2**30)))
+
+    def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> SimpleNamespace:
+        return SimpleNamespace(gpu=handle.reading(handle.utilisation), memory=0)
+
+    def nvmlDeviceGetPowerUsage(self, handle: FakeGpu) -> int:
+        return int(handle.reading(handle.milliwatts))
+
+    def nvmlDeviceGetTemperature(self, handle: FakeGpu, sensor: int) -> int:
+        if sensor != self.NVML_TEMPERATURE_GPU:
+            raise NvmlError("Invalid Argument")
+        return int(handle.reading(handle.celsius))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from areal_lora.cli import status as module
+from areal_lora.cli.app import main
 from areal_lora.cli.status import adapter_rows, look
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.config.recorded import read_config_here
+from areal_lora.errors import ExitCode
 from areal_lora.launcher.slurm.job_query import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.launcher.start import Holder
@@ -70,6 +73,18 @@ def test_a_run_with_a_launcher_runs_and_has_an_eta(folder: RunFolder, monkeypatc
     states = {p.name: (p.alive, p.pid) for p in seen.processes}
     assert states["trainer-0"] == (True, 13)
     assert states["server-0"][0] is False
+
+
+def test_a_watch_shows_the_run_until_its_end(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = [Holder(pid=12, host="here", here=True)] * 2
+    monkeypatch.setattr(module, "holder", lambda run: held.pop() if held else None)
+    monkeypatch.setattr(module, "local_processes", lambda run: {})
+    monkeypatch.setattr(module, "EVERY_S", 0.0)
+    assert main(["status", str(folder), "--watch", "--json"]) == ExitCode.DONE
+    seen = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert seen == ["running", "running", "stopped"]
 
 
 def test_the_end_of_a_run_is_told_from_its_summary(folder: RunFolder) -> None:

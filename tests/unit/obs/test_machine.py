@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import psutil
@@ -20,6 +26,7 @@ from areal_lora.run_folder.status import STALE_S
 from tests.support.clocks import wait_until
 from tests.support.obs.nvml import FakeGpu, FakeNvml
 from tests.support.obs.records import step_record
+from tests.support.wheels import installed
 
 BURN = (
     "import sys, time\nx = bytearray(200 << 20)\nwhile time.process_time() < 0.2: pass\nprint(1, flush=True)\ninput()"
@@ -56,43 +63,95 @@ def test_cpu_time_and_memory_are_those_of_the_process_and_its_descendants() -> N
     assert later["cpu_share"] * 10 * cpus < 0.1, "only what came since"
 
 
-GPUS = FakeNvml((FakeGpu("GPU-a", 10.0, 50), FakeGpu("GPU-b", 30.0, 100), FakeGpu("MIG-c", 5.0, None)))
+LOST = FakeGpu("GPU-d", 1.0, 1, lost=True)
+GPUS = FakeNvml(
+    (FakeGpu("GPU-a", 10.0, 50), FakeGpu("GPU-b", 30.0, 100, celsius=70), FakeGpu("MIG-c", 5.0, None), LOST)
+)
+FIRST = {"gpu_share": 0.5, "gpu_gib": 10.0, "gpu_watts": 300.5, "gpu_celsius": 40.0}
+SECOND = {"gpu_share": 1.0, "gpu_gib": 30.0, "gpu_watts": 300.5, "gpu_celsius": 70.0}
+SLICE = {"gpu_gib": 5.0, "gpu_watts": 300.5, "gpu_celsius": 40.0}
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, {"gpu_gib": 30.0, "gpu_share": 0.75}),
-        ("0", {"gpu_gib": 10.0, "gpu_share": 0.5}),
-        ("GPU-b, 0", {"gpu_gib": 30.0, "gpu_share": 0.75}),
-        ("2", {"gpu_gib": 5.0}),
-        ("7", {}),
+        (None, {"0": FIRST, "1": SECOND, "2": SLICE, "3": {}}),
+        ("0", {"0": FIRST}),
+        ("GPU-b, 0", {"0": FIRST, "1": SECOND}),
+        ("MIG-c", {"MIG-c": SLICE}),
+        ("7,GPU-z,-1,1", {"1": SECOND}),
         ("", {}),
     ],
 )
-def test_gpus_are_those_that_the_process_sees(visible: str | None, expected: dict[str, float]) -> None:
+def test_gpus_are_those_that_the_process_sees(visible: str | None, expected: dict[str, dict[str, float]]) -> None:
     assert gpu_figures(GPUS, visible) == expected
+
+
+def test_without_its_driver_a_machine_has_no_gpus() -> None:
+    assert gpu_figures(replace(GPUS, driver=False), None) == {}
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The real ``pynvml``."""
+    monkeypatch.syspath_prepend(str(installed("nvidia-ml-py==13.615.71")))
+    yield importlib.import_module("pynvml")
+    sys.modules.pop("pynvml")
+
+
+def test_the_fake_has_the_functions_of_the_package(package: ModuleType) -> None:
+    functions = [name for name in vars(FakeNvml) if name.startswith("nvmlDevice")]
+    assert len(functions) == 8
+    for name in functions:
+        theirs = [*inspect.signature(getattr(package, name)).parameters]
+        assert [*inspect.signature(getattr(FakeNvml, name)).parameters][1:] == theirs[: 2 if "Temp" in name else 1], (
+            name
+        )
+    assert package.NVML_TEMPERATURE_GPU == FakeNvml.NVML_TEMPERATURE_GPU
+    assert issubclass(package.NVMLError, Exception)
+
+
+def test_without_package_or_driver_there_is_one_line(
+    package: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_driver() -> None:
+        raise package.NVMLError(package.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(package, "nvmlInit", no_driver)
+    with caplog.at_level("INFO"):
+        assert machine.load_nvml() is None
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert machine.load_nvml() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "nvidia-ml-py is missing" in caplog.text
 
 
 def test_processes_of_a_role_on_a_node_are_one() -> None:
     uses = [
-        MachineUse(role="server", node=node, figures={"cpu_share": 0.25, "kv_cache_share": kv, "gpu_share": kv})
-        for node, kv in (("n1", 0.25), ("n1", 0.75), ("n2", 0.125))
+        MachineUse(role="server", node=node, figures={"cpu_share": 0.25, "kv_cache_share": kv}, gpus=gpus)
+        for node, kv, gpus in (
+            ("n1", 0.25, {"0": FIRST}),
+            ("n1", 0.75, {"0": FIRST | {"gpu_share": 1.0}, "1": SECOND}),
+            ("n2", 0.125, {"0": {"gpu_share": 0.125}}),
+        )
     ] + [MachineUse(role="trainer", node="n1", figures={"cpu_share": 0.5})]
     found = joined(uses)
     assert found == {
         "machine/server/n1/cpu_share": 0.5,
         "machine/server/n1/kv_cache_share": 0.75,
-        "machine/server/n1/gpu_share": 0.5,
+        **{f"machine/server/n1/0/{name}": value for name, value in (FIRST | {"gpu_share": 0.75}).items()},
+        **{f"machine/server/n1/1/{name}": value for name, value in SECOND.items()},
         "machine/server/n2/cpu_share": 0.25,
         "machine/server/n2/kv_cache_share": 0.125,
-        "machine/server/n2/gpu_share": 0.125,
+        "machine/server/n2/0/gpu_share": 0.125,
         "machine/trainer/n1/cpu_share": 0.5,
     }
     charts = Charts()
     charts.add(msgspec.structs.replace(step_record(step=0, version=0, time_s=1.0, adapter="a"), metrics=found))
-    [cpus] = [chart for chart in charts.data() if chart.title == "CPUs"]
-    assert [line.name for line in cpus.lines] == ["server/n1", "server/n2", "trainer/n1"]
+    lines = {chart.title: [line.name for line in chart.lines] for chart in charts.data()}
+    assert lines["CPUs"] == ["server/n1", "server/n2", "trainer/n1"]
+    assert lines["GPU utilisation"] == ["server/n1/0", "server/n1/1", "server/n2/0"]
+    assert lines["GPU power"] == ["server/n1/0", "server/n1/1"]
 
 
 def test_many_nodes_are_three_tags() -> None:
@@ -101,7 +160,10 @@ def test_many_nodes_are_three_tags() -> None:
     def uses(nodes: int) -> list[MachineUse]:
         return [MachineUse(role="server", node=f"n{i}", figures={"cpu_share": i / 1024}) for i in range(nodes)]
 
-    assert len(joined(uses(machine.MAX_NODES))) == machine.MAX_NODES
+    assert len(joined(uses(machine.MAX_PLACES))) == machine.MAX_PLACES
+    eight = {str(number): {"gpu_gib": float(number)} for number in range(8)}
+    of_gpus = joined(MachineUse(role="server", node=f"n{i}", figures={}, gpus=eight) for i in range(3))
+    assert of_gpus == {f"machine/server/{x}/gpu_gib": y for x, y in (("min", 0.0), ("mean", 3.5), ("max", 7.0))}
     assert joined(uses(513)) == {
         "machine/server/min/cpu_share": 0.0,
         "machine/server/mean/cpu_share": 0.25,
@@ -134,5 +196,7 @@ def test_one_process_collects_what_all_wrote_until_they_end(tmp_path: Path, monk
     found = {use.role: use for use in watch.uses}
     assert found["server"] == ended
     assert found["controller"].figures["sequences_outstanding"] == 7.0
-    assert found["trainer"].figures.keys() == {"cpu_share", "memory_gib"}
+    assert found["controller"].figures.keys() == {"cpu_share", "memory_gib", "sequences_outstanding"}
+    assert found["trainer"].figures.keys() == {"cpu_share", "memory_gib", "disk_free_gib"}
+    assert 0 < found["trainer"].figures["disk_free_gib"] < shutil.disk_usage(tmp_path).total / 2**30
     assert ended not in watch._collect(time.monotonic() + 2 * STALE_S), "nothing has changed since"

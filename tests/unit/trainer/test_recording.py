@@ -75,7 +75,9 @@ def test_a_step_has_the_use_of_the_machines(tmp_path: Path) -> None:
     recorder.close()
     [step] = read_metrics(tmp_path).steps
     tags = {tag for tag in step.metrics if tag.startswith("machine/")}
-    assert tags == {f"machine/trainer/{os.uname().nodename}/{name}" for name in ("cpu_share", "memory_gib")}
+    assert tags == {
+        f"machine/trainer/{os.uname().nodename}/{name}" for name in ("cpu_share", "memory_gib", "disk_free_gib")
+    }
 
 
 def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats_replace_them(tmp_path: Path) -> None:

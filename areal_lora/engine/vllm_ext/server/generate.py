@@ -99,7 +99,8 @@ class RequestCounters:
         """Of `obs.machine`. Callable from any thread."""
         found = self.stats()
         counts = {"sequences_running": found.running, "sequences_waiting": found.waiting}
-        return counts | {"kv_cache_share": found.kv_cache_share}
+        cached = min(1.0, found.cached_tokens / max(1, found.prompt_tokens))  # beyond 1: continuations of cut sequences
+        return counts | {"kv_cache_share": found.kv_cache_share, "prefix_cache_share": cached}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

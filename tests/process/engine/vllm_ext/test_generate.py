@@ -37,6 +37,9 @@ def test_idle_is_the_time_without_a_running_sequence() -> None:
     counters.start(1)
     counters.end(1)
     assert after(0.5) == (5.5, 11.5)
+    assert counters.figures()["prefix_cache_share"] == 0
+    counters.prompt_tokens, counters.cached_tokens = 80, 60
+    assert counters.figures()["prefix_cache_share"] == 0.75
 
 
 class SlowEngine:

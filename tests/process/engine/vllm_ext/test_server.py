@@ -257,7 +257,7 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
     use = msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
     engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
     assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
-    assert use.figures.keys() >= {"cpu_share", "sequences_running", "sequences_waiting", "kv_cache_share"}
+    assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share", "prefix_cache_share"}
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:

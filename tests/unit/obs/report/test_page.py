@@ -130,7 +130,12 @@ def test_a_run_in_progress_says_what_it_does_now_and_what_is_wrong(tmp_path: Pat
         writer.write(step_record(step=2, version=2, time_s=6.0, adapter=ADAPTER, **faults))
         writer.write(PublishRecord(version=2, total_ms=9.0, adapter=ADAPTER, servers=3, probe_mean_abs=3e-7))
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    for shown in ("training <step 3>", "served by 3 servers", "v2", "the servers still score like the base model"):
+    for shown in (
+        "training <step 3>",
+        "served by 3 servers, fingerprints equal",
+        "v2",
+        "the servers still score like the base model",
+    ):
         assert shown in page.text, shown
     assert page.text.count("TypeError: <b>no</b>") == 2, "as a problem, and in the table"
     write_event(folder, EndEvent(at="2026-01-01T00:00:00Z", process="trainer-0", code=70, how="exited with code 70"))
