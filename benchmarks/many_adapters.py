@@ -86,7 +86,7 @@ def configuration(
             "minibatches": 2,
             "workflow": workflow,
             "task": {"kind": "word_problems", "n_eval": n_eval},
-            "reward": {"kind": "numeric_match", "workers": 1},
+            "reward": {"kind": "numeric_match"},
             "algorithm": {"kind": "grpo"},
             "optimizer": {"lr": 1e-3},
             "sampling": sampling,

@@ -254,11 +254,11 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
             yield f"{at}workflow.environment", environment
         case models.CustomWorkflowConfig(path=path) | models.AgentWorkflowConfig(path=path):
             yield f"{at}workflow.path", path
-        case models.WorkerWorkflowConfig(kind=kind, env=env, args=args, servers=servers, python=python):
+        case models.WorkerWorkflowConfig(kind=kind, env=env, args=args, python=python):
             settings = json.dumps(args) if kind == "verifiers" and args else None  # they may name code
-            texts = {"env": env, "args": settings, "python": python}
+            servers = {f"env.{i}": text for i, text in enumerate(env)} if isinstance(env, list) else {"env": env}
+            texts = {**servers, "args": settings, "python": python}
             yield from ((f"{at}workflow.{key}", text) for key, text in texts.items() if text)
-            yield from ((f"{at}workflow.servers.{i}", server) for i, server in enumerate(servers))
     parser = adapter.workflow.tool_parser if isinstance(adapter.workflow, models.EndpointWorkflow) else None
     if parser and not parser.isidentifier():
         yield f"{at}workflow.tool_parser", parser

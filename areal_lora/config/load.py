@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from areal_lora.config import models
 from areal_lora.config.models import Config
 from areal_lora.config.sections.section import described
-from areal_lora.config.sections.task import TAGS
+from areal_lora.config.sections.task import BUILT_IN, TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "the command line"
@@ -197,11 +197,11 @@ def nearest_key(path: models.Path, data: Any) -> str:
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return models.dotted((*path[:-1], close[0]))
-    everywhere: dict[str, str] = {}
-    for key in models.leaf_keys():
-        everywhere.setdefault(key.rpartition(".")[2], key)
+    everywhere = {key.rpartition(".")[2]: key for key in reversed([*models.leaf_keys()])}
+    names = [key for key in path if isinstance(key, str)]
+    of_other_kind = names in [[word for word in key.split(".") if not word.isdigit()] for key in models.leaf_keys()]
     close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
-    if close and len(close[0]) > 1:  # one letter is a coincidence
+    if close and len(close[0]) > 1 and not of_other_kind:  # one letter is a coincidence
         return everywhere[close[0]]
     at = models.dotted(path[:-1])
     return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
@@ -359,11 +359,11 @@ def load_config(
 
 
 def _with_given(data: dict[str, Any], section: str, keys: Mapping[str, str]) -> dict[str, Any]:
-    """``data`` with ``keys`` below those of the section, unless this is of another kind."""
+    """``data`` with ``keys`` below those of the section, unless this is of another kind that has keys of its own."""
     match data.get("adapters"):
         case [dict() as adapter] if isinstance(old := adapter.get(section, {}), dict):
-            if old.get("kind", keys["kind"]) == keys["kind"]:
-                return data | {"adapters": [adapter | {section: {**keys, **old}}]}
+            if old.get("kind", keys["kind"]) in (keys["kind"], *BUILT_IN):
+                return data | {"adapters": [adapter | {section: {**keys, **old, "kind": keys["kind"]}}]}
     return data
 
 

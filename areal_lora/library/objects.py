@@ -266,7 +266,7 @@ _WORKFLOWS: Mapping[
 
 
 def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.AdapterConfig:
-    """A reward replaces all. Limits of the first one remain; its other keys too, if it names a function itself."""
+    """A reward replaces all. The first one's weight remains, and its other keys if it names a function itself."""
     update: dict[str, object] = {}
     for what, path in paths.items():
         if what == REWARD:

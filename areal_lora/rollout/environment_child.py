@@ -130,7 +130,7 @@ class Mcp:
     """The servers' tools are the model's, until it answers without a call. The configured reward scores the answer."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.servers = setup["servers"]
+        self.servers = setup["env"]
         importlib.import_module("mcp")
 
     @asynccontextmanager

@@ -60,7 +60,7 @@ class Verdict(StrEnum):
 
 
 class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.task.CodeReward`` that matter here."""
+    """The keys of ``config.sections.task.CodeReward`` that matter here, and the CPU seconds of one test."""
 
     inputs: str | None
     outputs: str | None

@@ -65,9 +65,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     prompt: str
-    system_prompt: str | None
     key_env: str | None
-    json_field: str | None
     pattern: str
     parameters: dict[str, Any]
     limits: ApiLimits
@@ -137,10 +135,9 @@ class LlmJudge:
 
     def _body(self, fields: Mapping[str, Any]) -> str:
         s = self._settings
-        system = [] if s.system_prompt is None else [{"role": "system", "content": s.system_prompt}]
         body = {
             "model": s.model,
-            "messages": [*system, {"role": "user", "content": fill(s.prompt, fields)}],
+            "messages": [{"role": "user", "content": fill(s.prompt, fields)}],
             "temperature": 0.0,
             "max_tokens": 512,
             **s.parameters,
@@ -173,12 +170,9 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
 def read_score(text: str, settings: JudgeSettings) -> float:
     """The score that ``text`` states, within the scale. Raises ValueError."""
     text = text[-READ_CHARACTERS:]
-    if settings.json_field is not None:
-        value = _last_object(text).get(settings.json_field)
-    else:
-        matches = list(re.finditer(settings.pattern, text))
-        value = matches[-1][1] if matches else None
-    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
+    matches = list(re.finditer(settings.pattern, text))
+    value = matches[-1][1] if matches else None
+    if value is None:
         raise ValueError(f"it states no score: {text[-80:]!r}")
     score = float(value)
     if not math.isfinite(score) or not LOWEST <= score <= HIGHEST:
@@ -188,20 +182,6 @@ def read_score(text: str, settings: JudgeSettings) -> float:
 
 def _scaled(score: float) -> float:
     return (score - LOWEST) / (HIGHEST - LOWEST)
-
-
-def _last_object(text: str) -> dict[str, Any]:
-    """The last JSON object in ``text``; empty if there is none."""
-    decoder, found, at = json.JSONDecoder(), dict[str, Any](), text.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = at + 1
-        else:
-            found = value
-        at = text.find("{", end)
-    return found
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,9 +34,7 @@ REWARDS = """
 adapters:
   - reward:
       - kind: numeric_match
-        workers: 1
       - kind: judge
-        name: style
         weight: 0.5
         url: {url}
         model: stub
@@ -132,13 +130,13 @@ def test_rewards_have_values_parts_and_costs(folder: Path, judge: JudgeStub) -> 
     """The judge's is 0.7 with weight 0.5."""
     made = [step["metrics"] for step in steps(folder)]
     for step in made:
-        assert step["reward/style"] == pytest.approx(0.7)
+        assert step["reward/judge"] == pytest.approx(0.7)
         assert step["train/reward_mean"] == pytest.approx(step["reward/numeric_match"] + 0.5 * 0.7)
     tokens, calls, retries = (  # a step whose answers were scored in the step before has none
-        sum(step.get(f"reward_cost/style/{name}", 0) for step in made) for name in ("prompt_tokens", "calls", "retries")
+        sum(step.get(f"reward_cost/judge/{name}", 0) for step in made) for name in ("prompt_tokens", "calls", "retries")
     )
     assert tokens == 50 * (calls - retries) > 0
     assert {f"Bearer {KEY}"} == set(judge.keys)
     written = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert written == [], "the key is in no file"
-    assert "style" in (folder / "report.html").read_text()
+    assert "judge" in (folder / "report.html").read_text()

@@ -41,7 +41,7 @@ def test_environments_of_three_kinds_are_trained_on_together(tmp_path: Path) -> 
     python = str(verifiers_python())
     workflows: dict[str, dict[str, Any]] = {
         "attention": {"kind": "verifiers", "env": "cups", "args": {"agent": AGENT}, "python": python, "workers": 2},
-        "experts": {"kind": "mcp", "servers": ["python tools.py"], "tool_parser": parser},
+        "experts": {"kind": "mcp", "env": ["python tools.py"], "tool_parser": parser},
         "shared": {"kind": "gym", "env": f"{gym_classes.__file__}:Problem"},
     }
     changes = {name: {"workflow": workflow, "steps": STEPS} for name, workflow in workflows.items()}

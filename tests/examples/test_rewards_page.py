@@ -61,7 +61,3 @@ def test_errors_name_the_key_in_either_spelling(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(overlay))
     with pytest.raises(ConfigError, match=r"adapters\.0\.reward\.weight: 'much'"):
         load_config([*BASE, tmp_path / "own.yaml"])
-    overlay["adapters"][0]["reward"] = [{"kind": "numeric_match"}, {"kind": "numeric_match"}]
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(overlay))
-    with pytest.raises(ConfigError, match="two rewards are called 'numeric_match'"):
-        load_config([*BASE, tmp_path / "own.yaml"])

@@ -12,14 +12,6 @@ from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
-
-class ProfileConfig(Section):
-    """Traces of training steps by torch's profiler, in `profile/` of the run folder."""
-
-    steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
-    ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
-
-
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
 
 
@@ -41,7 +33,8 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     keep_rollouts_mib: NonNegInt = 1024
     """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
-    profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
+    profile: list[PositiveInt] = Field([])
+    """Steps of each adapter, from 1 as on the console, of which every trainer rank writes a trace."""
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
     page: bool = Field(False, description="Serve the page of the run (`areal-lora page`) while it works.")
@@ -169,8 +162,6 @@ class WeightSyncConfig(Section):
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
     `cluster.device`, and gloo where a trainer rank and a server share a device."""
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    wire_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."""
     timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
     rejoin_s: NonNegFloat = 120.0
     """Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin."""
@@ -248,13 +239,12 @@ class SlurmComponent(Section):
 
 class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition.")
-    account: Word | None = Field(None, description="sbatch --account.")
     time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
     extra: list[Line] = Field([])
-    """Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, `--constraint=ib`,
-    `--exclude=n7`, `--exclusive`, `--mail-type=END`."""
+    """Further #SBATCH lines of the job, or of its first component, such as `--account=me`, `--qos=high`,
+    `--constraint=ib`, `--exclude=n7`, `--exclusive`, `--mail-type=END`."""
     setup: list[str] = Field([], description="Shell lines run on each node before a role starts.")
     srun_extra: dict[Role, list[Line]] = Field({})
     """Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis)."""
@@ -307,14 +297,6 @@ def _own_place(bind: str, interface: str, nodes: int, run_folder: RunFolder) -> 
 CODE_REWARD = "code"
 
 
-class QuotaConfig(Section):
-    """Of each tenant. ``areal-lora adapters keys --quota`` can give one tenant others of these limits, and of those in
-    `service.queue.queue_rows.Quota` that no run sets for all."""
-
-    adapters: PositiveInt = Field(4, description="Adapters at a time; deleted ones do not count.")
-    rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
-
-
 class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
@@ -327,7 +309,6 @@ class ApiConfig(Section):
     of that kind, whose tests are programs in the tenants' rows."""
     judges: dict[str, str | None] = Field({})
     """URLs of judges, reward models and teachers that tenants may use, each with the variable of its key, or null."""
-    quota: QuotaConfig = QuotaConfig()
 
 
 class ServiceConfig(Section):

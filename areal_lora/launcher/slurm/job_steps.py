@@ -240,11 +240,7 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
     cpus = job.servers * rollout.threads * rollout.tp
-    named = {
-        "time": job.time_limit or slurm.time_limit,
-        "partition": job.partition or slurm.partition,
-        "account": slurm.account,
-    }
+    named = {"time": job.time_limit or slurm.time_limit, "partition": job.partition or slurm.partition}
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [
         f"--job-name={config.run.name}-servers",

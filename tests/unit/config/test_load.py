@@ -185,9 +185,10 @@ def test_every_pattern_of_the_configuration_has_words() -> None:
     assert [pattern for pattern in found if "matches" in described(pattern)] == []
 
 
-def test_an_overlay_alone_is_sent_to_the_file_below_it() -> None:
+def test_an_overlay_alone_is_sent_to_the_file_below_it(tmp_path: Path) -> None:
+    overlay = write(tmp_path, "a.yaml", "adapters: [{name: a, reward: {weight: 2}}]\n")
     with pytest.raises(ConfigErrors, match=r"reward\.kind: is required .*or give the file that this one overlays"):
-        load_config([EMBEDDED])
+        load_config([overlay])
 
 
 def test_missing_key_is_named(tmp_path: Path) -> None:
@@ -233,11 +234,18 @@ def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps
     assert workflow.env == found.format(folder=tmp_path)
 
 
-@pytest.mark.parametrize("keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a, servers: [b]}"])
-def test_an_environment_is_named_by_the_key_of_its_kind(tmp_path: Path, keys: str) -> None:
+@pytest.mark.parametrize(
+    "keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a}", "{kind: gym, env: [a]}", "{kind: mcp, env: []}"]
+)
+def test_an_environment_is_named_as_its_kind_needs_it(tmp_path: Path, keys: str) -> None:
     (tmp_path / "more.yaml").write_text(f"adapters: [{{workflow: {keys}}}]")
-    with pytest.raises(ConfigError, match=r"kind (mcp|gym) needs (servers|env) and takes no"):
+    with pytest.raises(ConfigError, match=r"^adapters\.0\.workflow"):
         load_config([MOE, EMBEDDED, tmp_path / "more.yaml"])
+
+
+def test_a_key_of_another_kind_is_not_sent_to_itself() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.workers: unknown key .*use one of weight, kind below"):
+        load_config([MOE], ["adapters.0.reward.workers=2"])
 
 
 def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_what_is_configured_besides_remains() -> None:
         "network": True,
         "timeout_s": 7.0,
     }
-    config = load_config(FILES, ["adapters.gsm8k.reward.workers=2"])
+    config = load_config(FILES, ["adapters.gsm8k.reward.weight=2"])
     reward = user_code(config, {"reward": json.dumps}).put_into(config, Path("/x")).adapters[0].reward
-    assert (reward.kind, reward.workers) == ("function", 2)
+    assert (reward.kind, reward.weight) == ("function", 2)
 
 
 def inner() -> Any:

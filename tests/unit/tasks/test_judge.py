@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_lora.config.sections import task
 from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.network.api_client import ApiLimits
@@ -23,8 +24,8 @@ KEY = "sk-0123456789abcdef"
 
 
 def judge(url: str, **keys) -> JudgeReward:
-    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "workers": 1}
-    return JudgeReward(url=url, **{**first, "timeout_s": 120.0, **keys})
+    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})"}
+    return JudgeReward(url=url, **{**first, **keys})
 
 
 QUICK = {"attempt_s": 60.0, "attempts": 3, "backoff_s": 0.01, "concurrency": 16}
@@ -64,11 +65,11 @@ def by_length(_: int, body: dict) -> tuple:
 def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with JudgeStub(by_length) as stub:
-        reward = judge(stub.url, key_env="JUDGE_KEY", system_prompt="Be fair.", correct_threshold=0.5)
+        reward = judge(stub.url, key_env="JUDGE_KEY")
         [[good, bad]], costs = score(reward, [item("good {answer}"), item("bad")])
-    assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, True, 0.0, False)
-    assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("system", "user")}
-    assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][1]["content"] for body in stub.bodies]
+    assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, None, 0.0, None)
+    assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("user",)}
+    assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][0]["content"] for body in stub.bodies]
     assert set(stub.keys) == {f"Bearer {KEY}"}
     assert costs.pop("judge/ms") > 0
     counted = {"answers": 2, "calls": 2, "prompt_tokens": 200, "completion_tokens": 20, "cached_share": 0}
@@ -133,10 +134,12 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
         assert asked[str(i)] == calls
 
 
-def test_an_answer_out_of_time_is_a_timeout():
+def test_an_answer_out_of_time_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(task, "SERVED_S", 1.0)
+
     def measure():
         with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:
-            [found], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
+            [found], _ = score(judge(stub.url), [item("slow"), item("fine")])
         return found
 
     slow, fine = seen(measure, lambda found: found[1].outcome is Outcome.OK)
@@ -163,7 +166,7 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
 
 
 def test_no_more_requests_are_open_than_allowed(limits):
-    limits(concurrency=3)
+    limits(concurrency=12)  # a fourth of each process
     with JudgeStub(lambda n, _: hang(0.1)) as stub:
         score(judge(stub.url), [item(str(i)) for i in range(12)])
     assert (stub.most_open, len(stub.bodies)) == (3, 12)
@@ -188,26 +191,25 @@ def test_what_the_configuration_refuses(keys, words):
         judge(**{"url": "https://judge.example/v1", **keys})
 
 
+JSON = r'"score"\s*:\s*"?(-?[0-9.]+)'
+
+
 def settings(**keys) -> JudgeSettings:
     return msgspec.convert(judge("https://x/v1", **keys).model_dump() | {"limits": QUICK}, JudgeSettings)
 
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [
-        ('{"score": 4}', 4.0),
-        ('bad {"score": 1} or {"why": {"score": 9}, "score": "7"} }', 7.0),
-        ('```{"score":0}```', 0),
-    ],
+    [('{"score": 4}', 4.0), ('bad {"score": 1} or {"why": "4", "score": "7"} }', 7.0), ('```{"score":0}```', 0)],
 )
-def test_the_last_json_object(text, score):
-    assert read_score(text, settings(json_field="score")) == score
+def test_a_pattern_reads_json(text, score):
+    assert read_score(text, settings(pattern=JSON)) == score
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"score": true}', '{"score": NaN}', '{"other": 3}', "{" * 5000, "[4]"])
+@pytest.mark.parametrize("text", ["", "{", '{"score": true}', '{"score": 11}', '{"other": 3}', "{" * 5000, "[4]"])
 def test_no_score_in_json(text):
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_score(text, settings(json_field="score"))
+    with pytest.raises(ValueError, match="score"):
+        read_score(text, settings(pattern=JSON))
 
 
 def test_a_template_is_filled_once():
