@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
 from areal_lora.config.models import Config
-from areal_lora.config.sections.section import described
+from areal_lora.config.sections.section import described, replacement
 from areal_lora.config.sections.task import BUILT_IN, TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
 
@@ -191,17 +191,19 @@ def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
 
 
 def nearest_key(path: models.Path, data: Any) -> str:
-    """The valid dotted key most like ``path``: among its siblings first, then anywhere in the tree."""
+    """What to use for ``path``: what has replaced it, or the key most like it, among its siblings first."""
+    if use := replacement(models.dotted(tuple(key for key in path if isinstance(key, str)))):
+        return use
     section = models.section_at(path[:-1], data)
     siblings = list(section.model_fields) if section is not None else []
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return models.dotted((*path[:-1], close[0]))
-    everywhere = {key.rpartition(".")[2]: key for key in reversed([*models.leaf_keys()])}
-    names = [key for key in path if isinstance(key, str)]
-    of_other_kind = names in [[word for word in key.split(".") if not word.isdigit()] for key in models.leaf_keys()]
+    everywhere: dict[str, str] = {}
+    for key in models.leaf_keys():
+        everywhere.setdefault(key.rpartition(".")[2], key)
     close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
-    if close and len(close[0]) > 1 and not of_other_kind:  # one letter is a coincidence
+    if close and len(close[0]) > 1:  # one letter is a coincidence
         return everywhere[close[0]]
     at = models.dotted(path[:-1])
     return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")

@@ -11,6 +11,7 @@ import msgspec
 from areal_lora.config.sections.task import CodeReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.code_reward import TEST_S
 from areal_lora.tasks.sandbox.fence import PARENT_PID, boxed
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Setup
@@ -19,8 +20,6 @@ CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24
 MEMORY_BYTES, SCRATCH_BYTES = 1 << 32, 1 << 24
 """Address space of a scorer beyond its size after loading; largest file in a function's private temporary folder."""
-TEST_S = 4.0
-"""CPU seconds of one test of a program; `code_reward.WALL_FACTOR` times as many by the clock."""
 API_LIMITS = ApiLimits(attempt_s=60.0, attempts=5, backoff_s=1.0, concurrency=16)
 """Of all scorers: a hosted API answers within a minute and refuses more requests at a time than its rate allows,
 whatever the run."""

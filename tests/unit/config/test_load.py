@@ -243,9 +243,19 @@ def test_an_environment_is_named_as_its_kind_needs_it(tmp_path: Path, keys: str)
         load_config([MOE, EMBEDDED, tmp_path / "more.yaml"])
 
 
-def test_a_key_of_another_kind_is_not_sent_to_itself() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.workers: unknown key .*use one of weight, kind below"):
-        load_config([MOE], ["adapters.0.reward.workers=2"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("adapters.0.reward.workers=2", "only function and code"),
+        ("adapters.gsm8k.reward=[{kind: numeric_match, name: right}]", "metrics have the function's"),
+        ("weight_sync.wire_dtype=float32", "model.dtype"),
+        ("service={api: {quota: {rank: 8}}}", "keys --quota"),
+    ],
+)
+def test_a_removed_key_is_sent_to_what_has_replaced_it(override: str, words: str) -> None:
+    key = override.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=f"{'' if key in ('service', 'reward') else key}.*unknown key .*{words}"):
+        load_config([MOE], [override])
 
 
 def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:
