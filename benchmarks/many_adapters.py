@@ -97,7 +97,7 @@ def configuration(
         "run": {"root": str(root), "name": name, "steps": steps},
         "model": {"path": str(EXAMPLES / "tiny_model"), "dtype": "float32"},
         "adapters": adapters,
-        "trainer": {"world_size": 1, "max_tokens_per_microbatch": 8192, "recompute": "full", "threads": 1},
+        "trainer": {"world_size": 1, "max_tokens_per_microbatch": 8192, "recompute": "full"},
         "rollout": {
             "max_staleness": eta,
             "max_lora_rank": 8,
@@ -106,7 +106,6 @@ def configuration(
             "max_num_batched_tokens": 1024,
             "kv_cache_gib": 0.5,
             "enforce_eager": True,
-            "threads": 1,
         },
         "weight_sync": {"bucket_mib": 16},
         "eval": {"every_steps": 0},

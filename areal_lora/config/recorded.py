@@ -31,9 +31,9 @@ from areal_lora.types import AdapterSpec
 
 # fmt: off
 OLD_KEYS = frozenset([
-    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "correct_threshold", "eval_every_steps",
-    "format", "id", "memory_mib", "min_lr_ratio", "name", "seed", "stop", "test_memory_mib", "test_s", "timeout_s",
-    "top_p", "value_clip", "workers",
+    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "correct_threshold", "critic_rank",
+    "eval_every_steps", "format", "id", "memory_mib", "min_lr_ratio", "name", "seed", "stop", "test_memory_mib", "test_s",
+    "timeout_s", "top_p", "value_clip", "workers",
 ])
 # fmt: on
 """Keys of an adapter that the version before had, and that are constants now."""
@@ -48,6 +48,9 @@ def _respell(adapter: Any) -> None:
         algorithm["behaviour_correction"] = "in_ratio"
     if servers := workflow.pop("servers", None):
         workflow["env"] = servers
+    weights = [part.pop("weight", 1.0) for part in rewards]
+    if any(weight != 1 for weight in weights):
+        adapter["reward_weights"] = weights
     for reward in rewards:
         if system := reward.pop("system_prompt", None):
             reward["prompt"] = f"{system}\n{reward.get('prompt', '')}"
@@ -70,6 +73,7 @@ def read_config(run_folder: RunFolder) -> Config:
             data["rollout"]["engine_args"] = {"enforce_eager": True}
         if not isinstance(profile := data.get("run", {}).get("profile", []), list):
             data["run"]["profile"] = (profile or {}).get("steps", [])
+        data.get("cluster", {}).setdefault("threads", data.get("trainer", {}).pop("threads", 1))
         for adapter in data.get("adapters", []):
             _respell(adapter)
         return Config.model_validate(_without_old_keys(data))

@@ -35,11 +35,11 @@ adapters:
   - reward:
       - kind: numeric_match
       - kind: judge
-        weight: 0.5
         url: {url}
         model: stub
         key_env: TEST_JUDGE_KEY
         prompt: "Answer: {{completion}}. Grade from 0 to 10."
+    reward_weights: [1, 0.5]
 """
 
 
@@ -72,7 +72,6 @@ def folder(judge: JudgeStub, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.minibatches=2",
         "adapters.gsm8k.sampling.prompts_per_step=4",
         "adapters.gsm8k.task.n_eval=8",
-        "adapters.gsm8k.algorithm.critic_rank=4",
         "adapters.gsm8k.algorithm.kl_coef=0.01",
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",

@@ -244,7 +244,7 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     elif not chosen.has_reference:
         yield "reference_refresh_steps", "no version replaces this reference"
     if not chosen.has_critic:
-        for key in ("gamma", "gae_lambda", "critic_lr", "critic_rank"):
+        for key in ("gamma", "gae_lambda", "critic_lr"):
             yield key, f"advantage {chosen.advantage} has no critic"
     if not chosen.overlong_share:
         yield "overlong_penalty", "overlong_share is 0"

@@ -5,9 +5,9 @@ of the keys are those of ``grpo``, so a row holds only what differs. Sources of 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
@@ -74,8 +74,6 @@ class AlgorithmConfig(Section):
     """Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."""
     critic_lr: PositiveFloat | None = None
     """The critic's learning rate; 10 x `optimizer.lr` if unset."""
-    critic_rank: PositiveInt | None = None
-    """Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)] = (
         Field(
@@ -211,6 +209,7 @@ class AdapterConfig(Section):
     workflow: tasks.WorkflowConfig = tasks.SingleTurnWorkflowConfig()
     reward: tasks.RewardsConfig = tasks.BuiltInReward()
     """One reward, or a list: their weighted sum; the first one states `correct`."""
+    reward_weights: list[FiniteFloat] = Field([], description="Factors of the rewards in the sum; each 1 if empty.")
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
@@ -236,6 +235,13 @@ class AdapterConfig(Section):
     def rewards(self) -> list[tasks.RewardConfig]:
         """The rewards, at least one; the first one states what is correct."""
         return self.reward if isinstance(self.reward, list) else [self.reward]
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> Self:
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            counts = f"{len(self.reward_weights)} weights for {len(self.rewards)} rewards"
+            raise ValueError(f"reward_weights has {counts}: give one for each, or leave it out")
+        return self
 
     def served_models(self, at: str = "") -> list[tuple[str, ServedModel]]:
         """What its rewards and reference request, with the key of each below ``at`` (empty, or with a dot last)."""

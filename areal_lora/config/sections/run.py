@@ -90,7 +90,6 @@ class TrainerConfig(Section):
     fsdp_shard: PositiveInt | None = None
     """Ranks that hold one copy of the base between them, such as those of a node (fsdp). If unset, all ranks."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
-    threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
 
@@ -137,7 +136,6 @@ class RolloutConfig(Section):
     `cluster.share_devices` requires it."""
     engine_args: dict[str, Any] = Field({})
     """Further arguments of vLLM's engine, such as `{enforce_eager: true}`: no CUDA graphs."""
-    threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
     remote: RemoteConfig | None = None
     """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
@@ -260,6 +258,7 @@ class ClusterConfig(Section):
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = 8
     """Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."""
+    threads: PositiveInt = Field(1, description="OpenMP threads of a trainer rank; on CPUs of a server's worker, too.")
     share_devices: bool = False
     """Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. A rank gets what
     `rollout.gpu_memory_utilization` leaves."""
@@ -276,6 +275,11 @@ class ClusterConfig(Section):
     """With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an interface, a network such
     as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes."""
     slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def server_threads(self) -> int:
+        """OpenMP threads of a server's worker: one that only drives a device has one."""
+        return self.threads if self.device == "cpu" else 1
 
     @property
     def total_nodes(self) -> int:

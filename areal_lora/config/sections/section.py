@@ -47,14 +47,18 @@ class ServedModel(Section):
 
 
 _REMOVED = {
+    "trainer.threads": "cluster.threads",
+    "rollout.threads": "cluster.threads",
     "run.profile.steps": "run.profile, which is the list of steps",
     "run.profile.ranks": "run.profile: every rank writes a trace",
     "weight_sync.wire_dtype": "model.dtype: versions are sent in it",
     "slurm.account": "cluster.slurm.extra=[--account=...]",
     "api.quota": "areal-lora adapters keys --quota for a tenant",
     "algorithm.ratio": "behaviour_correction: in_ratio for rollout",
+    "algorithm.critic_rank": "rank: the critic has it, too",
     "workflow.servers": "workflow.env, which is the list of servers",
     "task.format": "a data set: word_problems has no format",
+    "reward.weight": "reward_weights of the adapter, a list",
     "reward.name": "no name: metrics have the function's or the kind",
     "reward.correct_threshold": "correct_threshold of an entry of evals",
     "reward.system_prompt": "reward.prompt for its text",

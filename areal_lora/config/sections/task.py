@@ -209,17 +209,13 @@ ONE, SEVERAL, NAMED, SERVED = TAGS = "(one)", "(several)", "(named)", "(served)"
 """Tags of spellings in pydantic's locations; no key is called so."""
 
 
-class RewardSection(Section):
-    """Settings of every kind of reward: it is computed in killable child processes (`tasks.scorer_setup`)."""
-
-    weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
-
-
 BUILT_IN_S, SERVED_S = 5.0, 180.0
 """Seconds for one answer, since Math-Verify does not end on some; for one of a served model with all attempts."""
 
 
-class BuiltInReward(RewardSection):
+class BuiltInReward(Section):
+    """A reward of the package. Every kind is computed in killable child processes (`tasks.scorer_setup`)."""
+
     kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
     """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
 
@@ -236,7 +232,7 @@ class BuiltInReward(RewardSection):
 BUILT_IN = get_args(BuiltInReward.model_fields["kind"].annotation)
 
 
-class FunctionReward(RewardSection):
+class FunctionReward(Section):
     kind: Literal["function"] = "function"
     path: str
     """`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, a bool, or
@@ -247,7 +243,7 @@ class FunctionReward(RewardSection):
     allow_subprocess: bool = Field(False, description="Let the function start processes, in bubblewrap where usable.")
 
 
-class ServedReward(ServedModel, RewardSection):
+class ServedReward(ServedModel):
     """A reward by a model that others serve."""
 
     @property
@@ -289,7 +285,7 @@ class ModelReward(ServedReward):
     label: NonNegInt = Field(0, description="Class whose score, a logit, is the reward.")
 
 
-class CodeReward(RewardSection):
+class CodeReward(Section):
     kind: Literal["code"] = "code"
     inputs: str | None = Field(None, description="Column with the standard inputs of the tests: a text, or a list.")
     outputs: str | None = Field(None, description="Column with the expected standard outputs, one per input.")

@@ -42,14 +42,13 @@ from tests.support.paths import EXAMPLES
 from tests.support.sizes import size
 
 STEPS, PROMPTS, LENGTH = size(12, 20), 3, 12
-# All that a checkpoint can hold: a critic of another rank, and a reference that is renewed.
+# All that a checkpoint can hold: a critic, and a reference that is renewed.
 ALGORITHM = AlgorithmConfig.model_validate(
     {
         "kind": "ppo",
         "kl_coef": 0.05,
         "reference": "initial",
         "reference_refresh_steps": 3,
-        "critic_rank": 2,
         "critic_lr": 0.02,
         "gae_lambda": 0.9,
     }

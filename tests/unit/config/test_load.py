@@ -186,7 +186,7 @@ def test_every_pattern_of_the_configuration_has_words() -> None:
 
 
 def test_an_overlay_alone_is_sent_to_the_file_below_it(tmp_path: Path) -> None:
-    overlay = write(tmp_path, "a.yaml", "adapters: [{name: a, reward: {weight: 2}}]\n")
+    overlay = write(tmp_path, "a.yaml", "adapters: [{name: a, reward: {timeout_s: 2}}]\n")
     with pytest.raises(ConfigErrors, match=r"reward\.kind: is required .*or give the file that this one overlays"):
         load_config([overlay])
 

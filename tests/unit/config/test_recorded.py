@@ -36,7 +36,8 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     adapter["algorithm"] |= {"ratio": "rollout", "behaviour_correction": "none"}
     adapter["workflow"] = {"kind": "mcp", "env": None, "servers": ["python tools.py"]}
     judge = {"kind": "judge", "url": "http://127.0.0.1/v1", "model": "m", "prompt": "Grade {completion}."}
-    adapter["reward"] = judge | {"system_prompt": "Be fair.", "json_field": "score", "timeout_s": 9.0, "workers": 2}
+    gone = {"system_prompt": "Be fair.", "json_field": "score", "timeout_s": 9.0, "workers": 2, "weight": 0.5}
+    adapter["reward"] = judge | gone
     folder = RunFolder(tmp_path)
     folder.config.write_text(json.dumps(data))
     config = read_config(folder)
@@ -44,6 +45,7 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     assert (config.run.profile, adapter.algorithm.behaviour_correction) == ([2, 3], "in_ratio")
     assert isinstance(adapter.workflow, WorkerWorkflowConfig)
     assert adapter.workflow.env == ["python tools.py"]
+    assert adapter.reward_weights == [0.5]
     [reward] = adapter.rewards
     assert isinstance(reward, JudgeReward)
     assert reward.prompt == "Be fair.\nGrade {completion}."

@@ -18,9 +18,9 @@ def fails(completion):
 """
 
 
-def score(rewards: list[RewardConfig], *completions: str) -> list[Score]:
+def score(rewards: list[RewardConfig], *completions: str, weights: tuple[float, ...] = ()) -> list[Score]:
     async def run() -> list[Score]:
-        async with RewardSum(rewards) as scorer:
+        async with RewardSum(rewards, weights) as scorer:
             assert scorer.take_costs() == {}
             scores = await scorer.score([ScoreItem(completion=text, answer="7") for text in completions])
             [(name, seconds)] = scorer.take_costs().items()
@@ -38,8 +38,8 @@ def own(tmp_path):
 
 
 def test_weights_names_parts_and_who_says_what_is_correct(own):
-    rewards = [BuiltInReward(weight=2.0), own("short", weight=0.1)]
-    right, wrong = score(rewards, "7", "0008")
+    rewards = [BuiltInReward(), own("short")]
+    right, wrong = score(rewards, "7", "0008", weights=(2.0, 0.1))
     assert right.reward == pytest.approx(2.0 - 0.1)
     assert dict(right.components) == {"numeric_match": 1.0, "short": -1.0, "short/characters": 1.0}
     assert (right.correct, wrong.correct) == (True, False)
@@ -57,7 +57,7 @@ def test_rewards_of_one_name_are_numbered(own):
 
 
 def test_one_reward_is_a_list_of_one(own):
-    [scored] = score([own("short", weight=2.0)], "7")
+    [scored] = score([own("short")], "7", weights=(2.0,))
     assert (scored.reward, dict(scored.components)) == (-2.0, {"characters": 1.0})
 
 

@@ -61,7 +61,6 @@ def test_a_teacher_scores_at_temperature_1() -> None:
         (["reference=initial"], "reference", "kl_coef is 0"),
         (["kl_coef=0.1", "reference=initial"], "reference", "starts at the base"),
         (["kl_coef=0.1", "reference_refresh_steps=5"], "reference_refresh_steps", "no version replaces"),
-        (["critic_rank=4"], "critic_rank", "no critic"),
         (["critic_lr=0.1"], "critic_lr", "no critic"),
         (["gae_lambda=0.9"], "gae_lambda", "no critic"),
         (["gamma=0.9"], "gamma", "no critic"),

@@ -80,9 +80,9 @@ def test_a_component_asks_for_its_own_nodes() -> None:
 
 
 def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
-    config, plan = job("rollout.threads=2")
+    config, plan = job()
     assert step_options(config, plan, "server") == [
-        "--cpus-per-task=6",
+        "--cpus-per-task=4",
         "--mem=0",
         "--cpu-bind=none",
         "--gpu-bind=none",
