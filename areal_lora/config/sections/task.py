@@ -1,7 +1,6 @@
 """The sections ``task``, ``workflow`` and ``evals`` of an adapter: problems and their prompts, what one episode is, and
 the sets of held-out problems."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -258,22 +257,11 @@ class ServedReward(ServedModel):
 
 class JudgeReward(ServedReward):
     kind: Literal["judge"] = "judge"
-    prompt: str = Field(description="The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced.")
-    pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression; its first group in the last match is the score: 0 to 10, which become reward 0 to 1. Other
-    scores are refused."""
+    prompt: str
+    """The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced. The reply's last `Score: n`, also
+    as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
     parameters: dict[str, Any] = Field({})
     """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
-        if groups < 1:
-            raise ValueError("pattern has no group: put the number into parentheses")
-        return self
 
 
 class ModelReward(ServedReward):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -49,4 +48,3 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     [reward] = adapter.rewards
     assert isinstance(reward, JudgeReward)
     assert reward.prompt == "Be fair.\nGrade {completion}."
-    assert re.findall(reward.pattern, 'so {"why": "8 of 9", "score": 7.5}') == ["7.5"]

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from areal_lora.config.sections import task
@@ -13,7 +12,7 @@ from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.tasks import scorer_setup
-from areal_lora.tasks.judge import JudgeSettings, fill, read_score
+from areal_lora.tasks.judge import fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
@@ -156,10 +155,7 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
         assert [s.reward for s in later[0]] == [s.reward for s in first[0]] == [0.5, 0.5, 0.0]
         assert len(stub.bodies) == 2
         assert (costs["judge/cached_share"], costs.get("judge/calls")) == (1.0, None)
-        # Another pattern reads the same reply; anything else that was sent is asked again.
-        first = judge(stub.url, pattern="Score: ([0-9])")
-        assert score(first, [item("good")], hidden=tmp_path)[0][0][0].reward == 0.3
-        assert len(stub.bodies) == 2
+        # What was sent otherwise is asked again.
         score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
         assert len(stub.bodies) == 3
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
@@ -178,38 +174,30 @@ def test_a_key_that_is_not_set_is_one_line(monkeypatch):
         score(judge("http://127.0.0.1:9/v1", key_env="JUDGE_KEY"), [])
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"url": "http://judge.example/v1", "key_env": "K"}, "unencrypted"),
-        ({"pattern": "score"}, "no group"),
-        ({"pattern": "("}, "no regular expression"),
-    ],
-)
-def test_what_the_configuration_refuses(keys, words):
-    with pytest.raises(ValueError, match=words):
-        judge(**{"url": "https://judge.example/v1", **keys})
-
-
-JSON = r'"score"\s*:\s*"?(-?[0-9.]+)'
-
-
-def settings(**keys) -> JudgeSettings:
-    return msgspec.convert(judge("https://x/v1", **keys).model_dump() | {"limits": QUICK}, JudgeSettings)
+def test_a_key_is_not_sent_unencrypted():
+    with pytest.raises(ValueError, match="unencrypted"):
+        judge("http://judge.example/v1", key_env="K")
 
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [('{"score": 4}', 4.0), ('bad {"score": 1} or {"why": "4", "score": "7"} }', 7.0), ('```{"score":0}```', 0)],
+    [
+        ("score=1, no: Score: 2.5", 2.5),
+        ('{"score": 4}', 4.0),
+        ('bad {"score": 1} or {"why": "4", "score": "7"} }', 7.0),
+        ('```{"score":0}```', 0),
+    ],
 )
-def test_a_pattern_reads_json(text, score):
-    assert read_score(text, settings(pattern=JSON)) == score
+def test_a_score_is_read_as_text_and_as_json(text, score):
+    assert read_score(text) == score
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"score": true}', '{"score": 11}', '{"other": 3}', "{" * 5000, "[4]"])
-def test_no_score_in_json(text):
+@pytest.mark.parametrize(
+    "text", ["", "Score: high", "Score: -1", '{"score": true}', '{"score": 11}', '{"other": 3}', "{" * 5000, "[4]"]
+)
+def test_no_score(text):
     with pytest.raises(ValueError, match="score"):
-        read_score(text, settings(pattern=JSON))
+        read_score(text)
 
 
 def test_a_template_is_filled_once():
