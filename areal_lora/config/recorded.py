@@ -71,6 +71,8 @@ def read_config(run_folder: RunFolder) -> Config:
             data["rollout"]["engine_args"] = {"enforce_eager": True}
         if not isinstance(profile := data.get("run", {}).get("profile", []), list):
             data["run"]["profile"] = (profile or {}).get("steps", [])
+        if data.pop("behaviour", {}).get("router_replay", "off") != "off":
+            data["rollout"]["router_replay"] = True
         data.get("cluster", {}).setdefault("threads", data.get("trainer", {}).pop("threads", 1))
         for adapter in data.get("adapters", []):
             _respell(adapter)

@@ -116,18 +116,18 @@ def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | 
 
 
 def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
-    key, shape = "behaviour.router_replay", shape_of(facts)
-    if config.behaviour.router_replay == "off":
+    key, shape = "rollout.router_replay", shape_of(facts)
+    if not config.rollout.router_replay:
         return
     if shape is not None and not shape.experts:
-        yield Finding(key, "the model is dense: it has no router", "set it to off")
+        yield Finding(key, "the model is dense: it has no router", "set it to false")
     if config.adapters and all(adapter.sft.steps >= config.run.steps for adapter in config.adapters):
-        yield Finding(key, "every step trains on given answers, which no server has sampled", "set it to off")
+        yield Finding(key, "every step trains on given answers, which no server has sampled", "set it to false")
     if config.cluster.device != "cpu":
-        yield Finding(key, "vLLM's first model runner returns no routes on devices", "set it to off")
+        yield Finding(key, "vLLM's first model runner returns no routes on devices", "set it to false")
     if config.rollout.adapter_mode == "merged":
         reason = "vLLM returns no routes from the fused kernel of experts without LoRA"
-        yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to off")
+        yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to false")
 
 
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegFloat, NonNegInt, PositiveInt, Section
@@ -13,11 +13,6 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
-
-
-def _off(value: object) -> object:
-    """YAML reads a plain `off` as false."""
-    return "off" if value is False else value
 
 
 class RunConfig(Section):
@@ -93,13 +88,6 @@ class TrainerConfig(Section):
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
 
-class BehaviourConfig(Section):
-    """How the trainer's passes follow the policy that sampled."""
-
-    router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
-    """`rollout`: the trainer's passes use the experts that servers used for each token."""
-
-
 class RemoteConfig(Section):
     host: str = "127.0.0.1"
     """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
@@ -124,6 +112,9 @@ class RolloutConfig(Section):
     """At a publish, sequences finish on their version, or continue on the newest one."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
+    router_replay: bool = Field(
+        False, description="The trainer's passes use the experts that servers used for each token."
+    )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""

@@ -47,6 +47,7 @@ class ServedModel(Section):
 
 
 _REMOVED = {
+    "behaviour": "rollout.router_replay",
     "trainer.threads": "cluster.threads",
     "rollout.threads": "cluster.threads",
     "run.profile.steps": "run.profile, which is the list of steps",

@@ -30,6 +30,8 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     data = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]).model_dump(
         mode="json"
     )
+    data["behaviour"], data["trainer"]["threads"] = {"router_replay": "rollout"}, 3
+    del data["cluster"]["threads"]
     data["run"]["profile"] = {"steps": [2, 3], "ranks": [1]}
     [adapter] = data["adapters"]
     adapter["algorithm"] |= {"ratio": "rollout", "behaviour_correction": "none"}
@@ -41,6 +43,7 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     folder.config.write_text(json.dumps(data))
     config = read_config(folder)
     [adapter] = config.adapters
+    assert (config.rollout.router_replay, config.cluster.threads) == (True, 3)
     assert (config.run.profile, adapter.algorithm.behaviour_correction) == ([2, 3], "in_ratio")
     assert isinstance(adapter.workflow, WorkerWorkflowConfig)
     assert adapter.workflow.env == ["python tools.py"]

@@ -39,7 +39,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     with mock.patch.dict(os.environ):  # vLLM preloads libraries into its processes, which this one's would get, too
-        config = engine_args(load_config(files, ["behaviour.router_replay=rollout"])).create_engine_config()
+        config = engine_args(load_config(files, ["rollout.router_replay=true"])).create_engine_config()
     config.cache_config.num_gpu_blocks = request.param
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     kv = KVCacheConfig(
