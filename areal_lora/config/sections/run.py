@@ -112,9 +112,8 @@ class RolloutConfig(Section):
     """At a publish, sequences finish on their version, or continue on the newest one."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
-    router_replay: bool = Field(
-        False, description="The trainer's passes use the experts that servers used for each token."
-    )
+    router_replay: bool = False
+    """The trainer's passes use the experts that servers used for each token."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""

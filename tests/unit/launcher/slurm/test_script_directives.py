@@ -54,7 +54,7 @@ def test_every_option_of_a_submission() -> None:
         "--signal=B:USR1@60",
         "--nodes=3",
         "--ntasks-per-node=9",
-        "--mincpus=73",
+        "--mincpus=66",
         "--gres=gpu:h100:8",
         "--mem=800G",
         "--time=1-12:00:00",
@@ -75,7 +75,7 @@ def test_a_component_asks_for_its_own_nodes() -> None:
     assert {"--constraint=ib", "--wckey=w", "--account=me", "--job-name=my-run", "--requeue"} <= set(trainer)
     assert {"--nodes=2", "--ntasks-per-node=2", "--gres=gpu:l40s:4", "--partition=small"} <= set(rollout)
     assert {"--mem=800G", "--licenses=x"} <= set(rollout)
-    assert {"--nodes=1", "--ntasks-per-node=1", "--mincpus=9", "--partition=cpu", "--mem=16G"} <= set(controller)
+    assert {"--nodes=1", "--ntasks-per-node=1", "--mincpus=2", "--partition=cpu", "--mem=16G"} <= set(controller)
     assert not [option for option in controller if option.startswith(("--gres", "--constraint", "--job-name"))]
 
 
@@ -88,7 +88,7 @@ def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
         "--gpu-bind=none",
     ]
     assert step_options(config, plan, "trainer")[0] == "--cpus-per-task=8"
-    assert step_options(config, plan, "controller")[0] == "--cpus-per-task=9"
+    assert step_options(config, plan, "controller")[0] == "--cpus-per-task=2"
 
 
 def test_options_of_a_step_in_their_component() -> None:
