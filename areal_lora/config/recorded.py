@@ -266,11 +266,6 @@ def ends_of(config: Config) -> dict[str, int | None]:
     return {name: run.end for name, run in adapter_runs(config).items()}
 
 
-def total_steps(config: Config) -> int:
-    """Training steps of all adapters together."""
-    return sum(steps_of(config).values())
-
-
 def more_steps(config: Config, made: Mapping[str, int]) -> list[str]:
     """The overrides with which every adapter makes as many steps again as it has ``made``."""
     adapters = [adapter for adapter in config.adapters if not adapter.is_client]

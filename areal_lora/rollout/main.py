@@ -129,8 +129,8 @@ class SharedResources:
         """
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run = adapter_run(self.config, adapter)
-        scores = RewardSum(adapter.rewards, adapter.reward_weights, hidden=self.run_folder.path)
-        scorer = await stack.enter_async_context(scores)
+        scorer = RewardSum(adapter.rewards, adapter.reward_weights, self.run_folder.path)
+        await stack.enter_async_context(scorer)
         workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:

@@ -25,27 +25,27 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
-    "algorithms": 1203,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
+    "algorithms": 1202,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2300,  # serve-remote; sweep; plan --simulate; pages; two versions in a chat; workers in eval
-    "config": 4456,  # engine_args; remote; groups of a job; cp, profile; others' environments; routes; served models
+    "config": 4461,  # engine_args; remote; groups of a job; cp, profile; others' environments; routes; served models; removed keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
     "engine": 10478,  # structured outputs; remote servers; recompute; slices; entropies; routes of CPU servers, replay
     "families": 1435,  # FLOPs of passes; sizes of routes
-    "launcher": 4682,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
-    "library": 470,
+    "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "library": 469,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4456,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
+    "obs": 4455,  # queries of every rollout, its turns, entropies; trackers; a live page, run.page; warnings; machines
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7418,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
+    "rollout": 7419,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
-    "service": 5573,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
-    "tasks": 3270,  # the time of scoring; reward models
-    "trainer": 3924,  # parts of a batch, their routes; which passes join; states copied between operations; entropies
+    "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "tasks": 3242,  # the time of scoring; reward models
+    "trainer": 3916,  # parts of a batch, their routes; which passes join; states copied between operations; entropies
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

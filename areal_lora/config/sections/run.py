@@ -209,7 +209,6 @@ OwnWord = Annotated[str, Field(pattern=r"^\S*$")]
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
 """An amount of memory as Slurm reads it: MiB without a unit."""
-TimeLimit = Annotated[str, Field(pattern=TIME_LIMIT)]
 
 
 class SlurmComponent(Section):
@@ -227,7 +226,7 @@ class SlurmComponent(Section):
 
 class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition.")
-    time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
+    time_limit: str = Field("24:00:00", pattern=TIME_LIMIT, description="sbatch --time.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
     extra: list[Line] = Field([])

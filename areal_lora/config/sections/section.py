@@ -50,8 +50,6 @@ _REMOVED = {
     "behaviour": "rollout.router_replay",
     "trainer.threads": "cluster.threads",
     "rollout.threads": "cluster.threads",
-    "run.profile.steps": "run.profile, which is the list of steps",
-    "run.profile.ranks": "run.profile: every rank writes a trace",
     "weight_sync.wire_dtype": "model.dtype: versions are sent in it",
     "slurm.account": "cluster.slurm.extra=[--account=...]",
     "api.quota": "areal-lora adapters keys --quota for a tenant",

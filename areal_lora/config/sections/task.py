@@ -225,7 +225,7 @@ class BuiltInReward(Section):
     @property
     def workers(self) -> int:
         """Scorer processes: an answer on which Math-Verify does not end delays those behind it."""
-        return 4 if self.kind == "math_verify" else 1
+        return 2 if self.kind == "math_verify" else 1
 
 
 BUILT_IN = get_args(BuiltInReward.model_fields["kind"].annotation)
@@ -252,7 +252,7 @@ class ServedReward(ServedModel):
     @property
     def workers(self) -> int:
         """Scorer processes; each scores the answers of one group at a time."""
-        return 4
+        return 2
 
 
 class JudgeReward(ServedReward):

@@ -9,7 +9,7 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import adapter_named, adapter_run, adapter_runs, conflict, probe_tolerance, total_steps
+from areal_lora.config.recorded import adapter_named, adapter_run, adapter_runs, conflict, probe_tolerance, steps_of
 from areal_lora.config.rules.adapter_rules import adapter_list
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
@@ -50,7 +50,7 @@ def test_wire_type_and_tolerance_are_those_of_the_base(dtype: str, tolerance: fl
 def test_steps_of_all_adapters() -> None:
     config = load("run.steps=20", "adapters.0.steps=7")
     twin = load().adapters[0].model_copy(update={"name": "twin"})
-    assert total_steps(config.model_copy(update={"adapters": [config.adapters[0], twin]})) == 27
+    assert sum(steps_of(config.model_copy(update={"adapters": [config.adapters[0], twin]})).values()) == 27
 
 
 def test_adapters_by_name() -> None:

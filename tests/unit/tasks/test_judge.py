@@ -47,7 +47,7 @@ def item(completion: str) -> ScoreItem:
 
 def score(reward: JudgeReward, *batches: list[ScoreItem], hidden: Path | None = None):
     async def run():
-        async with RewardSum([reward], hidden=hidden) as rewards:
+        async with RewardSum([reward], [], hidden) as rewards:
             scores = [await rewards.score(batch) for batch in batches]
             costs = rewards.take_costs()
             assert costs.pop("seconds") > 0
@@ -162,7 +162,7 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
 
 
 def test_no_more_requests_are_open_than_allowed(limits):
-    limits(concurrency=12)  # a fourth of each process
+    limits(concurrency=6)  # half of them in each process
     with JudgeStub(lambda n, _: hang(0.1)) as stub:
         score(judge(stub.url), [item(str(i)) for i in range(12)])
     assert (stub.most_open, len(stub.bodies)) == (3, 12)

@@ -38,7 +38,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def score(*rewards: ModelReward) -> tuple[Score, dict[str, float]]:
     async def run() -> tuple[Score, dict[str, float]]:
-        async with RewardSum(rewards) as pool:
+        async with RewardSum(rewards, []) as pool:
             [found] = await pool.score([ITEM])
             return found, pool.take_costs()
 
