@@ -128,9 +128,8 @@ class SharedResources:
         Raises ConfigError or EnvironmentError_ for a teacher that cannot be its reference.
         """
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
-        run = adapter_run(self.config, adapter)
-        scorer = RewardSum(adapter.rewards, adapter.reward_weights, self.run_folder.path)
-        await stack.enter_async_context(scorer)
+        run, hidden = adapter_run(self.config, adapter), self.run_folder.path
+        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
         workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:

@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1202,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2300,  # serve-remote; sweep; plan --simulate; pages; two versions in a chat; workers in eval
-    "config": 4461,  # engine_args; remote; groups of a job; cp, profile; others' environments; routes; served models; removed keys
+    "config": 4461,  # remote; groups of a job; cp, profile; others' environments; routes; served models; what replaced old keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7419,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
+    "rollout": 7418,  # workers of others' environments; streams, Anthropic's messages, grammars; teachers; kept turns
     "run_folder": 1069,  # claim_indices, from launcher; remote tokens and keys; sweep.json; sessions; machines; page
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
