@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1202,  # objectives and masks of 2026: SAPO, DPPO, MaxRL, geometric means; distillation
     "checkpoint": 1469,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2300,  # serve-remote; sweep; plan --simulate; pages; two versions in a chat; workers in eval
-    "config": 4461,  # remote; groups of a job; cp, profile; others' environments; routes; served models; what replaced old keys
+    "config": 4461,  # remote; groups of a job; cp, profile; others' environments; routes; served models; replaced keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
