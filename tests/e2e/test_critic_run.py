@@ -106,7 +106,7 @@ def test_the_checkpoint_holds_the_critic_and_the_export_does_not(folder: Path) -
     assert manifest.version == STEPS
     critic = manifest.companions["critic"]
     assert (critic.step, manifest.clock.step) == (2 * STEPS, 2 * STEPS), "two minibatches a step"
-    assert (critic.spec.rank, critic.spec.value_head) == (4, True)
+    assert (critic.spec.rank, critic.spec.value_head) == (8, True)
     names = {name for entry in files_of(manifest, "critic") for name in tensors(newest.path / entry.name)}
     assert {"weight/value_head.weight", "exp_avg/value_head.bias"} < names
     assert files_of(manifest, "reference")

@@ -93,7 +93,9 @@ def folder(tmp_path: Path) -> RunFolder:
     folder.path.mkdir(parents=True)
     create_secret(folder)
     write_config(folder, config)
-    Store(folder.service_tables, config.run.name).put_tenant(LOCAL, Quota(adapters=99))
+    store = Store(folder.service_tables, config.run.name)
+    store.put_tenant(LOCAL, Quota(adapters=99))
+    store.close()
     return folder
 
 
