@@ -61,7 +61,7 @@ IN_TURN = (
     Variant(
         name="in turn, 2 threads",
         cores={},
-        overrides=("rollout.max_staleness=0", "trainer.world_size=1", "trainer.threads=2", "rollout.threads=2"),
+        overrides=("rollout.max_staleness=0", "trainer.world_size=1", "cluster.threads=2"),
     ),
 )
 

@@ -101,7 +101,7 @@ class RolloutSide:
                 tensors[name] = torch.randn([spec.rank if d < 0 else d for d in dims], generator=generator) * std
             aliases |= shared
         named = {0: [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]}
-        self.layout = make_layout(spec, sync.wire_dtype, named, aliases)
+        self.layout = make_layout(spec, self.config.model.dtype, named, aliases)
         self.pack, self.base = pack_of(self.layout, 0, tensors), base_digest(self.config.model.folder)
         self.client.hello({adapter.name: 0}, {})
         self._publish()

@@ -116,9 +116,8 @@ class Case:
                     "max_model_len": 2048,
                     "max_num_seqs": self.sequences,
                     "kv_cache_gib": 1,
-                    "threads": 1,
                 },
-                "weight_sync": {"wire_dtype": self.dtype, "timeout_s": 60},
+                "weight_sync": {"timeout_s": 60},
                 "cluster": {"device": "cpu", "bind": "127.0.0.1"},
             }
         )

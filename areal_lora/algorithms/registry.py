@@ -57,14 +57,14 @@ def build_algorithm(
     With one minibatch per step the proximal policy is the current one, so its log-probabilities are taken from the
     training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
-    in_reward = config.kl_in != "loss"
+    in_reward, in_ratio = config.kl_in != "loss", config.behaviour_correction == "in_ratio"
     kl = ESTIMATORS[config.kl_estimator]
     terms = PolicyTerms(
         loss=LOSSES[config.loss],
         clip=Clip(low=config.eps_clip, high=config.clip_high, dual=config.dual_clip),
-        ratio=config.ratio,
+        ratio="rollout" if in_ratio else "proximal",
         behaviour=Behaviour(
-            correction=config.behaviour_correction,
+            correction="none" if config.behaviour_correction == "in_ratio" else config.behaviour_correction,
             level=config.behaviour_level,
             cap=config.behaviour_cap,
             floor=config.behaviour_floor,
@@ -83,13 +83,12 @@ def build_algorithm(
         discount=Discount(gamma=config.gamma, lam=config.gae_lambda),
     )
     advantage = ADVANTAGES[config.advantage]
-    uses_prox = config.ratio == "proximal" or config.behaviour_correction != "none"
     return Algorithm(
         name=config.kind,
         advantage=advantage,
         shaping=shaping,
         terms=terms,
-        needs_prox=minibatches > 1 and uses_prox,
+        needs_prox=minibatches > 1 and not in_ratio,
         needs_ref=config.kl_coef > 0,
         needs_entropy=config.entropy_coef > 0,
         kl_target=config.kl_target,

@@ -85,7 +85,7 @@ async def _measured(
     router.announce(ref, {"server": server.url.removesuffix("/v1")})
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(CompletionClient(router, ""))  # loopback, without a key
-        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=folder.path))
+        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, folder.path))
         sessions = Sessions()
         if any(isinstance(each.workflow, EndpointWorkflow) for each in sets):
             sessions = await stack.enter_async_context(agent_gateway())

@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
 from areal_lora.config.models import Config
-from areal_lora.config.sections.section import described
-from areal_lora.config.sections.task import TAGS
+from areal_lora.config.sections.section import described, replacement
+from areal_lora.config.sections.task import BUILT_IN, TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "the command line"
@@ -191,7 +191,9 @@ def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
 
 
 def nearest_key(path: models.Path, data: Any) -> str:
-    """The valid dotted key most like ``path``: among its siblings first, then anywhere in the tree."""
+    """What to use for ``path``: what has replaced it, or the key most like it, among its siblings first."""
+    if use := replacement(models.dotted(tuple(key for key in path if isinstance(key, str)))):
+        return use
     section = models.section_at(path[:-1], data)
     siblings = list(section.model_fields) if section is not None else []
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
@@ -359,11 +361,11 @@ def load_config(
 
 
 def _with_given(data: dict[str, Any], section: str, keys: Mapping[str, str]) -> dict[str, Any]:
-    """``data`` with ``keys`` below those of the section, unless this is of another kind."""
+    """``data`` with ``keys`` below those of the section, unless this is of another kind that has keys of its own."""
     match data.get("adapters"):
         case [dict() as adapter] if isinstance(old := adapter.get(section, {}), dict):
-            if old.get("kind", keys["kind"]) == keys["kind"]:
-                return data | {"adapters": [adapter | {section: {**keys, **old}}]}
+            if old.get("kind", keys["kind"]) in (keys["kind"], *BUILT_IN):
+                return data | {"adapters": [adapter | {section: {**keys, **old, "kind": keys["kind"]}}]}
     return data
 
 

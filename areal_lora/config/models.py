@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
 from areal_lora.config.sections.run import (
-    BehaviourConfig,
     CheckpointConfig,
     ClusterConfig,
     EvalConfig,
@@ -40,7 +39,7 @@ from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
 __all__ = [
-    "AdapterConfig", "AgentWorkflowConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
+    "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig",
     "ClusterConfig", "Config", "CustomWorkflowConfig", "EndpointWorkflow", "EvalConfig", "ModelConfig",
     "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
     "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig",
@@ -59,7 +58,6 @@ class Config(Section):
     adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
-    behaviour: BehaviourConfig = BehaviourConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

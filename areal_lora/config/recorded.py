@@ -31,11 +31,29 @@ from areal_lora.types import AdapterSpec
 
 # fmt: off
 OLD_KEYS = frozenset([
-    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "eval_every_steps", "id", "min_lr_ratio",
-    "seed", "stop", "test_memory_mib", "top_p", "value_clip",
+    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "correct_threshold", "critic_rank",
+    "eval_every_steps", "format", "id", "json_field", "memory_mib", "min_lr_ratio", "name", "pattern", "seed", "stop",
+    "test_memory_mib", "test_s", "timeout_s", "top_p", "value_clip", "workers",
 ])
 # fmt: on
 """Keys of an adapter that the version before had, and that are constants now."""
+
+
+def _respell(adapter: Any) -> None:
+    """Give the keys of an earlier version whose meaning remains their present names."""
+    reward = adapter.get("reward")
+    parts = adapter.get("algorithm"), adapter.get("workflow"), *(reward if isinstance(reward, list) else [reward])
+    algorithm, workflow, *rewards = (part if isinstance(part, dict) else {} for part in parts)
+    if algorithm.pop("ratio", None) == "rollout":
+        algorithm["behaviour_correction"] = "in_ratio"
+    if servers := workflow.pop("servers", None):
+        workflow["env"] = servers
+    weights = [part.pop("weight", 1.0) for part in rewards]
+    if any(weight != 1 for weight in weights):
+        adapter["reward_weights"] = weights
+    for reward in rewards:
+        if system := reward.pop("system_prompt", None):
+            reward["prompt"] = f"{system}\n{reward.get('prompt', '')}"
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
@@ -51,6 +69,13 @@ def read_config(run_folder: RunFolder) -> Config:
             data["trainer"]["recompute"] = "full" if old else "none"  # the values of the version before
         if data.get("rollout", {}).pop("enforce_eager", False):
             data["rollout"]["engine_args"] = {"enforce_eager": True}
+        if not isinstance(profile := data.get("run", {}).get("profile", []), list):
+            data["run"]["profile"] = (profile or {}).get("steps", [])
+        if data.pop("behaviour", {}).get("router_replay", "off") != "off":
+            data["rollout"]["router_replay"] = True
+        data.get("cluster", {}).setdefault("threads", data.get("trainer", {}).pop("threads", 1))
+        for adapter in data.get("adapters", []):
+            _respell(adapter)
         return Config.model_validate(_without_old_keys(data))
     except json.JSONDecodeError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"
@@ -104,6 +129,7 @@ def joined(config: Config, desired: DesiredAdapter, *, submitted: bool = False) 
     data = config.model_dump(mode="json") | {"adapters": [deepcopy(desired.adapter) | {"name": desired.key}]}
     try:
         if not submitted:
+            _respell(data["adapters"][0])
             data = _without_old_keys(data, OLD_KEYS)
         [adapter] = Config.model_validate(data).adapters
     except ValidationError as error:
@@ -183,7 +209,8 @@ class AdapterRun:
     """``steps`` are training steps, ``seed`` that of prompt order, initial values and sampling.
 
     ``max_staleness`` is in versions, ``eval_every`` and ``checkpoint_every`` in steps (``eval_every`` 0: first and
-    last version only). ``weight`` is the adapter's part of the trained tokens relative to other adapters'.
+    last version only). ``wire_dtype`` is the type in which versions are sent: that in which servers hold them.
+    ``weight`` is the adapter's part of the trained tokens relative to other adapters'.
     """
 
     steps: int
@@ -208,15 +235,13 @@ class AdapterRun:
 def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
     """The settings that count for ``adapter``, an entry of ``config.adapters``."""
     steps = config.run.steps if adapter.steps is None else adapter.steps
-    # Merged weights are sums in fp32, cast once: to the type in which servers hold them.
-    merged = config.rollout.adapter_mode == "merged"
     return AdapterRun(
         steps=ENDLESS if adapter.is_client else steps,
         seed=config.run.seed if adapter.seed is None else adapter.seed,
         max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
         eval_every=config.eval.every_steps,
         checkpoint_every=1 if adapter.is_client else config.checkpoint.every_steps,
-        wire_dtype=config.model.dtype if merged else config.weight_sync.wire_dtype or config.model.dtype,
+        wire_dtype=config.model.dtype,
         weight=adapter.weight,
     )
 
@@ -239,11 +264,6 @@ def steps_of(config: Config) -> dict[str, int]:
 def ends_of(config: Config) -> dict[str, int | None]:
     """Training steps of every adapter by name; None where no one knows."""
     return {name: run.end for name, run in adapter_runs(config).items()}
-
-
-def total_steps(config: Config) -> int:
-    """Training steps of all adapters together."""
-    return sum(steps_of(config).values())
 
 
 def more_steps(config: Config, made: Mapping[str, int]) -> list[str]:

@@ -162,7 +162,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 
     config = read_config(folder)
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(config.cluster.threads)
     join_world(config, folder, 0, 1)
     engine = build_engine(config)
     chosen = config.adapters[0]

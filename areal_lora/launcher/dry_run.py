@@ -43,7 +43,7 @@ SMALL = 4 * GIB
 def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
     where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
     several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
-    steps = f"{recorded.total_steps(config)} steps{several}"
+    steps = f"{sum(recorded.steps_of(config).values())} steps{several}"
     console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
     console.print(_summary(config, plan))
     for line in _adapters(config, plan.shape):

@@ -140,7 +140,7 @@ def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSp
     cluster, trainer = config.cluster, config.trainer
     specs = []
     for rank, seat in enumerate(seats.trainer):
-        env = _common_env(config, trainer.threads) | {
+        env = _common_env(config, cluster.threads) | {
             "RANK": str(rank),
             "WORLD_SIZE": str(trainer.world_size),
             "LOCAL_RANK": str(seats.local_ranks[rank]),
@@ -152,28 +152,28 @@ def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSp
             here = sorted(device for other in seats.trainer if other.node == seat.node for device in other.devices)
             env[DEVICES_VARIABLE] = ",".join(map(str, here))
         argv = _argv(config, TRAINER, folder)
-        specs.append(ProcessSpec(TRAINER, rank, argv, env, seat.node, trainer.threads, seat.devices))
+        specs.append(ProcessSpec(TRAINER, rank, argv, env, seat.node, cluster.threads, seat.devices))
     return specs
 
 
 def _servers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:
-    rollout = config.rollout
+    threads = config.cluster.server_threads
     specs = []
     for i, seat in enumerate(seats.servers):
-        env = _common_env(config, rollout.threads)
+        env = _common_env(config, threads)
         if seat.devices:
             env[DEVICES_VARIABLE] = ",".join(map(str, seat.devices))
         argv = _argv(config, SERVER, folder, "--index", str(i))
         # On a device each worker has a thread of its own; besides, there are the engine's loop and the planes.
-        cpus = rollout.threads * rollout.tp + (2 if seat.devices else 0)
+        cpus = threads * config.rollout.tp + (2 if seat.devices else 0)
         specs.append(ProcessSpec(SERVER, i, argv, env, seat.node, cpus, seat.devices))
     return specs
 
 
 def spare_server(config: Config, folder: RunFolder, index: int, devices: Sequence[str], grace_s: float) -> ProcessSpec:
     """A server beyond those of the plan, on these ``devices``, that leaves within ``grace_s`` after SIGTERM."""
-    env = _common_env(config, config.rollout.threads) | {SESSION_VARIABLE: folder.session}
+    env = _common_env(config, config.cluster.server_threads) | {SESSION_VARIABLE: folder.session}
     if devices:
         env[VISIBLE[config.cluster.device]] = ",".join(devices)
     argv = _argv(config, SERVER, folder, "--index", str(index), "--grace-s", f"{grace_s:g}")
-    return ProcessSpec(SERVER, index, argv, env, cpus=config.rollout.threads * config.rollout.tp)
+    return ProcessSpec(SERVER, index, argv, env, cpus=config.cluster.server_threads * config.rollout.tp)

@@ -25,7 +25,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from areal_lora.config import models
-from areal_lora.config.sections.task import FunctionReward, RewardSection
+from areal_lora.config.sections.task import FunctionReward
 from areal_lora.errors import ConfigError
 
 FUTURE = "from __future__ import annotations\n\n"
@@ -266,14 +266,13 @@ _WORKFLOWS: Mapping[
 
 
 def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.AdapterConfig:
-    """A reward replaces all. Limits of the first one remain; its other keys too, if it names a function itself."""
+    """A reward replaces all. Keys of the first one remain if it names a function itself."""
     update: dict[str, object] = {}
     for what, path in paths.items():
         if what == REWARD:
             old = adapter.rewards[0]
-            kept = set(type(old).model_fields if isinstance(old, FunctionReward) else RewardSection.model_fields)
-            settings = old.model_dump(include=kept - {"kind", "path"})
-            update["reward"] = FunctionReward.model_validate(settings | {"path": path})
+            settings = old.model_dump() if isinstance(old, FunctionReward) else {}
+            update |= {"reward": FunctionReward.model_validate(settings | {"path": path}), "reward_weights": []}
         else:
             kind, key = _WORKFLOWS[what]
             settings = adapter.workflow.model_dump() if isinstance(adapter.workflow, kind) else {}

@@ -128,8 +128,8 @@ class SharedResources:
         Raises ConfigError or EnvironmentError_ for a teacher that cannot be its reference.
         """
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
-        run = adapter_run(self.config, adapter)
-        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, hidden=self.run_folder.path))
+        run, hidden = adapter_run(self.config, adapter), self.run_folder.path
+        scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
         workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:
@@ -144,7 +144,7 @@ class SharedResources:
             sampling=sampling,
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
-            streams=self.config.behaviour.router_replay == "off",
+            streams=not self.config.rollout.router_replay,
         )
         evaluator = build_evaluator(
             self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder, workers

@@ -105,7 +105,6 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ("workflow", workflow.workers if isinstance(workflow, sections.EndpointWorkflow) else 0, quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
-        ("reward", max([0, *(r.memory_mib for _, r in rewards if isinstance(r, sections.FunctionReward))]), 1 << 12),
     ):
         if found > most:
             yield RequestError(key, f"{found} is above the quota of {most}", f"use at most {most}")

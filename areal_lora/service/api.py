@@ -19,7 +19,7 @@ from areal_lora.config.models import Config
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import http
-from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.acceptance import Acceptance
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
 from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
@@ -137,7 +137,7 @@ class Api:
         _check_operator(caller)
         body = http.decoded(await http.body_of(request, caller), http.TenantRequest)
         _check_name("tenant", body.tenant)
-        before = self.writer.tables.quotas.get(body.tenant, Quota.of(api_of(self.config).quota))
+        before = self.writer.tables.quotas.get(body.tenant, Quota())
         try:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:

@@ -212,7 +212,7 @@ class Stream(StreamingResponse):
 
 
 class TenantRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /v1/tenants``: a new tenant, or another quota of one. Keys left out are those of the run."""
+    """Body of ``POST /v1/tenants``: a new tenant, or another quota of one. Keys left out are the defaults."""
 
     tenant: str
     quota: dict[str, int | float] = {}

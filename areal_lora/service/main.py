@@ -79,7 +79,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         while observed.look():
             pass
         store = Store(run_folder.service_tables, config.run.name)
-        admit_operator(store, run_folder.service_key, Quota.of(api_config.quota))
+        admit_operator(store, run_folder.service_key, Quota())
         writer = Writer(store, run_folder, observed.phases)
         stack.callback(writer.close)
         acceptance = Acceptance(config, writer)

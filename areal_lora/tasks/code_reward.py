@@ -33,6 +33,8 @@ from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0
+TEST_S = 4.0
+"""CPU seconds of one test."""
 WALL_FACTOR = 2.5
 """Seconds of a test over its CPU seconds: several run on a busy machine."""
 OUTPUT_BYTES = 256 << 10
@@ -60,14 +62,14 @@ class Verdict(StrEnum):
 
 
 class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.task.CodeReward`` that matter here."""
+    """The keys of ``config.sections.task.CodeReward`` that matter here, and the CPU seconds of one test."""
 
     inputs: str | None
     outputs: str | None
     asserts: str | None
     credit: str
     timeout_s: float
-    test_s: float
+    test_s: float = TEST_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,8 +222,7 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
     if isinstance(task, DatasetTask):
         return list(_problems(task, split))
     size = task.n_train if split == "train" else task.n_eval
-    problems = (word_problem(0, split, index, long=task.level == "three_step") for index in range(size))
-    return [_reformatted(problem, task.format) for problem in problems]
+    return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)]
 
 
 def hub_sources(task: TaskConfig) -> list[RowSource]:

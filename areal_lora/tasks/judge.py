@@ -9,7 +9,6 @@ reward 0.
 import asyncio
 import hashlib
 import json
-import math
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -55,6 +54,7 @@ class JudgeCache:
 
 
 LOWEST, HIGHEST = 0.0, 10.0  # scores, which become reward 0 and 1
+_SCORE = re.compile(r'score"?\s*[:=]\s*"?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
 READ_CHARACTERS = 1 << 16  # of a reply's end
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -65,10 +65,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     prompt: str
-    system_prompt: str | None
     key_env: str | None
-    json_field: str | None
-    pattern: str
     parameters: dict[str, Any]
     limits: ApiLimits
 
@@ -113,9 +110,9 @@ class LlmJudge:
         known = None if self._cache is None else self._cache.get(key)
         if known is not None:
             try:
-                score = read_score(known, self._settings)
+                score = read_score(known)
             except ValueError:
-                pass  # it was read by another pattern
+                pass  # it was read otherwise, by an earlier version
             else:
                 self._costs["cached"] += 1
                 return _scaled(score)
@@ -137,10 +134,9 @@ class LlmJudge:
 
     def _body(self, fields: Mapping[str, Any]) -> str:
         s = self._settings
-        system = [] if s.system_prompt is None else [{"role": "system", "content": s.system_prompt}]
         body = {
             "model": s.model,
-            "messages": [*system, {"role": "user", "content": fill(s.prompt, fields)}],
+            "messages": [{"role": "user", "content": fill(s.prompt, fields)}],
             "temperature": 0.0,
             "max_tokens": 512,
             **s.parameters,
@@ -155,7 +151,7 @@ class LlmJudge:
         self._costs["completion_tokens"] += usage.completion_tokens
         if content is None:
             raise ValueError("it has no text")
-        return content, read_score(content, self._settings)
+        return content, read_score(content)
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
@@ -170,38 +166,20 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return _NAME.sub(value, template)
 
 
-def read_score(text: str, settings: JudgeSettings) -> float:
-    """The score that ``text`` states, within the scale. Raises ValueError."""
+def read_score(text: str) -> float:
+    """The last score that ``text`` states, within the scale. Raises ValueError."""
     text = text[-READ_CHARACTERS:]
-    if settings.json_field is not None:
-        value = _last_object(text).get(settings.json_field)
-    else:
-        matches = list(re.finditer(settings.pattern, text))
-        value = matches[-1][1] if matches else None
-    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
+    stated = _SCORE.findall(text)
+    if not stated:
         raise ValueError(f"it states no score: {text[-80:]!r}")
-    score = float(value)
-    if not math.isfinite(score) or not LOWEST <= score <= HIGHEST:
+    score = float(stated[-1])
+    if not LOWEST <= score <= HIGHEST:
         raise ValueError(f"the score {score:g} is not between {LOWEST:g} and {HIGHEST:g}")
     return score
 
 
 def _scaled(score: float) -> float:
     return (score - LOWEST) / (HIGHEST - LOWEST)
-
-
-def _last_object(text: str) -> dict[str, Any]:
-    """The last JSON object in ``text``; empty if there is none."""
-    decoder, found, at = json.JSONDecoder(), dict[str, Any](), text.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = at + 1
-        else:
-            found = value
-        at = text.find("{", end)
-    return found
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,12 +152,11 @@ def _parse(text: str) -> list[Any]:
     return list(found)
 
 
-def grade(value: object, correct_threshold: float | None) -> Score:
+def grade(value: object) -> Score:
     """The score that a reward function returned as ``value``. Raises TypeError, ValueError, OverflowError.
 
     A bool states whether the answer is correct, and its reward is 1 or 0. A mapping may have ``correct``; its other
-    entries are named components, and the reward is its ``reward``, or else the sum of the components. Any other reward
-    is correct if it is at least ``correct_threshold``.
+    entries are named components, and the reward is its ``reward``, or else the sum of the components.
     """
     correct: object = None
     components: dict[str, float] = {}
@@ -176,8 +175,6 @@ def grade(value: object, correct_threshold: float | None) -> Score:
     reward = _number("the reward returned", value)
     if correct is None and isinstance(value, bool):
         correct = value
-    if correct is None and correct_threshold is not None:
-        correct = reward >= correct_threshold
     graded = None if correct is None else bool(correct)
     return Score(reward=reward, outcome=Outcome.OK, correct=graded, components=components)
 

@@ -334,12 +334,12 @@ def _warn_of(missing: tuple[str, ...]) -> None:
 
 
 class RewardSum:
-    """Scores answers with all ``rewards``; use it with ``async with``, as a :class:`ScorerPool`."""
+    """Scores answers with all ``rewards``, with weight 1 if there are no ``weights``; use it as a `ScorerPool`."""
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, hidden: Path | None = None) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], weights: Sequence[float], hidden: Path | None = None) -> None:
         self._labels = labels(list(rewards))
         self._kinds = [reward.kind for reward in rewards]
-        self._weights = [reward.weight for reward in rewards]
+        self._weights = weights or [1.0] * len(rewards)
         self._pools = [ScorerPool(reward, hidden=hidden) for reward in rewards]
         self._stack = AsyncExitStack()
         self._seconds: list[float] = []

@@ -41,13 +41,11 @@ class Setup(Doors, frozen=True, kw_only=True):
     """First message. ``path`` is the function of kind ``function``.
 
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
-    ``correct_threshold`` is the configured one (see `rewards.grade`). ``settings`` are the keys of a judge, reward
-    model or code reward, ``kept`` the folder of a judge's cache.
+    ``settings`` are the keys of a judge, reward model or code reward, ``kept`` the folder of a judge's cache.
     """
 
     kind: str
     path: str | None = None
-    correct_threshold: float | None = None
     timeout_s: float
     memory_bytes: int
     parent_pid: int
@@ -183,7 +181,7 @@ class Judge:
         try:
             if isinstance(value, BaseException):
                 raise value
-            score = grade(value, self.setup.correct_threshold)
+            score = grade(value)
         except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
             tainted = isinstance(error, MemoryError)
             if isinstance(error, TimeoutError) and self.call.style is Style.ASYNC:

@@ -11,13 +11,14 @@ import msgspec
 from areal_lora.config.sections.task import CodeReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.code_reward import TEST_S
 from areal_lora.tasks.sandbox.fence import PARENT_PID, boxed
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Setup
 
 CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24
-MEMORY_BYTES, SCRATCH_BYTES = 1 << 30, 1 << 24
+MEMORY_BYTES, SCRATCH_BYTES = 1 << 32, 1 << 24
 """Address space of a scorer beyond its size after loading; largest file in a function's private temporary folder."""
 API_LIMITS = ApiLimits(attempt_s=60.0, attempts=5, backoff_s=1.0, concurrency=16)
 """Of all scorers: a hosted API answers within a minute and refuses more requests at a time than its rate allows,
@@ -41,8 +42,6 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
             return msgspec.structs.replace(
                 setup,
                 path=reward.path,
-                correct_threshold=reward.correct_threshold,
-                memory_bytes=reward.memory_mib << 20,
                 scratch_bytes=SCRATCH_BYTES,
                 network=reward.network,
                 processes=ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE,
@@ -50,12 +49,8 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
         case JudgeReward() | ModelReward():
             share = max(1, API_LIMITS.concurrency // reward.workers)
             limits = msgspec.to_builtins(msgspec.structs.replace(API_LIMITS, concurrency=share))
-            setup = msgspec.structs.replace(
-                setup,
-                correct_threshold=reward.correct_threshold,
-                network=True,
-                settings=reward.model_dump() | {"limits": limits},
-            )
+            settings = reward.model_dump() | {"limits": limits}
+            setup = msgspec.structs.replace(setup, network=True, settings=settings)
             if hidden is None or not isinstance(reward, JudgeReward):
                 return setup
             kept = RunFolder(hidden).judge
@@ -63,7 +58,10 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
             return msgspec.structs.replace(setup, scratch_bytes=CACHE_BYTES, kept=str(kept))
         case CodeReward():
             return msgspec.structs.replace(
-                setup, scratch_bytes=PROGRAM_BYTES, processes=ProcessPolicy.MANY, settings=reward.model_dump()
+                setup,
+                scratch_bytes=PROGRAM_BYTES,
+                processes=ProcessPolicy.MANY,
+                settings=reward.model_dump() | {"test_s": TEST_S},
             )
         case _:
             return setup

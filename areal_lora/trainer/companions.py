@@ -11,7 +11,6 @@ belong to. A ``/`` is in no name that a configuration can give. In a training st
 on each minibatch (`improve`), on values and returns of `learn.annotate`.
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,18 +47,11 @@ class Critic:
 
 
 def critic_of(adapter: Adapter) -> Critic | None:
-    """The critic of the adapter's algorithm; None if it has none.
-
-    One of another rank has it, and the scale of the adapter, at all modules: patterns are for the adapter's own rank.
-    """
+    """The critic of the adapter's algorithm, with its rank, scale and modules; None if it has none."""
     if not adapter.algorithm.critic:
         return None
     config, lr = adapter.config, adapter.config.algorithm.critic_lr
     spec = replace(adapter.spec, name=f"{adapter.name}/{CRITIC}", value_head=True)
-    if rank := config.algorithm.critic_rank:
-        larger = rank / spec.rank
-        alpha = spec.alpha * (math.sqrt(larger) if spec.rslora else larger)
-        spec = replace(spec, rank=rank, alpha=alpha, rank_pattern=(), alpha_pattern=())
     return Critic(spec=spec, rate=lr / config.optimizer.lr if lr else RATE)
 
 
@@ -118,10 +110,10 @@ def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Pa
         spec = engine.resident(name).spec
         if replace(kept.spec, base_model=spec.base_model) != spec:
             raise ConfigError(
-                f"algorithm.{role}_rank",
+                "algorithm.kind",
                 f"the {role} in {folder} has rank {kept.spec.rank} and alpha {kept.spec.alpha:g}, not {spec.rank} and "
                 f"{spec.alpha:g}",
-                "set it back, choose another run.name, or start over with --fresh",
+                "choose another run.name, or start over with --fresh",
             )
         engine.load_state(name, read_files([folder / entry.name for entry in files_of(manifest, role)]), kept.step)
 

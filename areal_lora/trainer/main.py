@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     setup_logging(ROLE, rank)
     stacks.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
     config = read_config(run_folder)
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(config.cluster.threads)
     set_status(run_folder, ROLE, rank, "importing the engine")
     # The heavy imports follow the check of the arguments.
     try:

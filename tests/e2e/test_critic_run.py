@@ -34,14 +34,12 @@ REWARDS = """
 adapters:
   - reward:
       - kind: numeric_match
-        workers: 1
       - kind: judge
-        name: style
-        weight: 0.5
         url: {url}
         model: stub
         key_env: TEST_JUDGE_KEY
         prompt: "Answer: {{completion}}. Grade from 0 to 10."
+    reward_weights: [1, 0.5]
 """
 
 
@@ -74,7 +72,6 @@ def folder(judge: JudgeStub, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.minibatches=2",
         "adapters.gsm8k.sampling.prompts_per_step=4",
         "adapters.gsm8k.task.n_eval=8",
-        "adapters.gsm8k.algorithm.critic_rank=4",
         "adapters.gsm8k.algorithm.kl_coef=0.01",
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",
@@ -109,7 +106,7 @@ def test_the_checkpoint_holds_the_critic_and_the_export_does_not(folder: Path) -
     assert manifest.version == STEPS
     critic = manifest.companions["critic"]
     assert (critic.step, manifest.clock.step) == (2 * STEPS, 2 * STEPS), "two minibatches a step"
-    assert (critic.spec.rank, critic.spec.value_head) == (4, True)
+    assert (critic.spec.rank, critic.spec.value_head) == (8, True)
     names = {name for entry in files_of(manifest, "critic") for name in tensors(newest.path / entry.name)}
     assert {"weight/value_head.weight", "exp_avg/value_head.bias"} < names
     assert files_of(manifest, "reference")
@@ -132,13 +129,13 @@ def test_rewards_have_values_parts_and_costs(folder: Path, judge: JudgeStub) -> 
     """The judge's is 0.7 with weight 0.5."""
     made = [step["metrics"] for step in steps(folder)]
     for step in made:
-        assert step["reward/style"] == pytest.approx(0.7)
+        assert step["reward/judge"] == pytest.approx(0.7)
         assert step["train/reward_mean"] == pytest.approx(step["reward/numeric_match"] + 0.5 * 0.7)
     tokens, calls, retries = (  # a step whose answers were scored in the step before has none
-        sum(step.get(f"reward_cost/style/{name}", 0) for step in made) for name in ("prompt_tokens", "calls", "retries")
+        sum(step.get(f"reward_cost/judge/{name}", 0) for step in made) for name in ("prompt_tokens", "calls", "retries")
     )
     assert tokens == 50 * (calls - retries) > 0
     assert {f"Bearer {KEY}"} == set(judge.keys)
     written = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert written == [], "the key is in no file"
-    assert "style" in (folder / "report.html").read_text()
+    assert "judge" in (folder / "report.html").read_text()

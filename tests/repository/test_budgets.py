@@ -34,8 +34,8 @@ LINES = {
     "doctor": 1021,
     "engine": 10524,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
     "families": 1435,  # FLOPs of passes; sizes of routes
-    "launcher": 4682,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
-    "library": 470,
+    "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "library": 469,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
     "obs": 4618,  # every rollout, its turns, entropies; trackers; a live page; warnings; machines, GPUs; kept chats
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass

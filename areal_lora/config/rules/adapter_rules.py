@@ -196,11 +196,8 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
     if chosen.dual_clip is not None and chosen.dual_clip <= 1 + chosen.clip_high:
         reason = f"{chosen.dual_clip:g} is within the clip 1 + {chosen.clip_high:g}, which it bounds from outside"
         yield "dual_clip", reason, "raise it; 3 is usual"
-    if chosen.ratio == "rollout" and chosen.behaviour_correction != "none":
-        reason = "the ratio current/rollout already corrects for the behaviour policy, this would do it twice"
-        yield "behaviour_correction", reason, "set it to none, or algorithm.ratio=proximal"
-    if chosen.ratio == "rollout" and chosen.loss == "reinforce":
-        yield "ratio", "loss reinforce has no ratio", "set it to proximal"
+    if chosen.behaviour_correction == "in_ratio" and chosen.loss == "reinforce":
+        yield "behaviour_correction", "loss reinforce has no ratio", "set it to mask, truncate or none"
     if chosen.behaviour_correction != "mask" and chosen.behaviour_floor:
         reason = f"behaviour_correction {chosen.behaviour_correction} has no lower bound"
         yield "behaviour_floor", reason, "set it to 0, or algorithm.behaviour_correction=mask"
@@ -208,7 +205,7 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
     outside = f"tokens of the policy itself, with w = 1, are outside of {bounds}"
     if chosen.behaviour_correction == "mask" and chosen.behaviour_floor >= min(1.0, chosen.behaviour_cap):
         yield "behaviour_floor", outside, "set it below 1 and below behaviour_cap"
-    if chosen.behaviour_correction != "none" and chosen.behaviour_cap < 1:
+    if chosen.behaviour_correction not in ("none", "in_ratio") and chosen.behaviour_cap < 1:
         yield "behaviour_cap", outside, "set it to 1 or more"
     if chosen.kl_coef and chosen.kl_in == "loss" and chosen.kl_estimator == "k1":
         yield "kl_estimator", "as a loss k1 has a gradient of mean zero", "use k2 or k3, or algorithm.kl_in=reward"
@@ -241,16 +238,16 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
             yield key, "loss reinforce has no ratio to clip"
     if chosen.loss in ("cispo", "sapo", "dppo"):
         yield "dual_clip", f"loss {chosen.loss} does not bound the objective"
-    if chosen.behaviour_correction == "none":
+    if chosen.behaviour_correction in ("none", "in_ratio"):
         for key in ("behaviour_level", "behaviour_cap"):
-            yield key, "behaviour_correction is none"
+            yield key, f"behaviour_correction is {chosen.behaviour_correction}"
     if not chosen.kl_coef:
         for key in ("kl_estimator", "kl_in", "kl_target", "reference", "reference_refresh_steps"):
             yield key, "kl_coef is 0"
     elif not chosen.has_reference:
         yield "reference_refresh_steps", "no version replaces this reference"
     if not chosen.has_critic:
-        for key in ("gamma", "gae_lambda", "critic_lr", "critic_rank"):
+        for key in ("gamma", "gae_lambda", "critic_lr"):
             yield key, f"advantage {chosen.advantage} has no critic"
     if not chosen.overlong_share:
         yield "overlong_penalty", "overlong_share is 0"

@@ -204,16 +204,9 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
 
 def profiled_steps(config: Config, facts: Facts) -> Iterator[Finding]:
     """An adapter of a client has no number of steps; those that join bring theirs."""
-    profile, ranks = config.run.profile, config.trainer.world_size
-    if profile is None:
-        return
     last = max((adapter.steps or config.run.steps for adapter in config.adapters), default=0)
-    if config.service is None and max(profile.steps) > last:
-        reason = f"{max(profile.steps)} is after the last step, {last}"
-        yield Finding("run.profile.steps", reason, f"give steps from 1 to {last}")
-    if max(profile.ranks) >= ranks:
-        reason = f"{max(profile.ranks)} is no rank of {ranks}"
-        yield Finding("run.profile.ranks", reason, f"give ranks from 0 to {ranks - 1}")
+    if config.service is None and (beyond := max(config.run.profile, default=0)) > last:
+        yield Finding("run.profile", f"{beyond} is after the last step, {last}", f"give steps from 1 to {last}")
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -302,14 +295,13 @@ _KEYS = {
     "job-name": "run.name",
     "time": "cluster.slurm.time_limit",
     "partition": "cluster.slurm.partition",
-    "account": "cluster.slurm.account",
     "mem": "cluster.slurm.mem",
 }
 _KEYS |= dict.fromkeys(("gres", "gpus", "gpus-per-node"), "cluster.devices_per_node and cluster.slurm.gres_type")
 """Options of sbatch that have a key of their own."""
 _OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
 """Options of sbatch that the job script depends on."""
-_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition", "A": "account"}
+_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition"}
 _SHORT |= {"G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
 
 

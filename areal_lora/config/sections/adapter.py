@@ -7,7 +7,7 @@ of the keys are those of ``grpo``, so a row holds only what differs. Sources of 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
@@ -36,19 +36,13 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "gpg": {"advantage": "gpg", "loss": "reinforce"},
     "dapo": {"eps_clip_high": 0.28, "overlong_share": 0.2, "drop_uniform": True},
     "gspo": {"loss": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, "reduction": "sequence"},
-    "cispo": {
-        "loss": "cispo",
-        "eps_clip": 1.0,
-        "eps_clip_high": 4.0,
-        "ratio": "rollout",
-        "behaviour_correction": "none",
-    },
+    "cispo": {"loss": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0, "behaviour_correction": "in_ratio"},
     "tis": {"behaviour_correction": "truncate", "behaviour_cap": 2.0},
     "mis": {"behaviour_level": "sequence", "behaviour_cap": 2.0},
     "geo_mis": {"behaviour_level": "geometric", "behaviour_cap": 1.01, "behaviour_floor": 0.99},
     "icepop": {"behaviour_floor": 0.5},
     "sapo": {"loss": "sapo"},
-    "dppo": {"loss": "dppo", "ratio": "rollout", "behaviour_correction": "none"},
+    "dppo": {"loss": "dppo", "behaviour_correction": "in_ratio"},
     "maxrl": {"advantage": "maxrl"},
     "remax": {"advantage": "remax", "loss": "reinforce", "kl_estimator": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
@@ -68,11 +62,9 @@ class AlgorithmConfig(Section):
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage A the objective is not below `dual_clip` x A; unset: no bound."""
-    ratio: Literal["proximal", "rollout"] = "proximal"
-    """The ratio is current/proximal, or current/rollout without a further correction."""
-    behaviour_correction: Literal["mask", "truncate", "none"] = "mask"
-    """Weight w = proximal/behaviour of a token: `mask`: 0 outside of the bounds; `truncate`: at most `behaviour_cap`;
-    `none`: 1."""
+    behaviour_correction: Literal["mask", "truncate", "none", "in_ratio"] = "mask"
+    """Weight w = proximal/behaviour of a token beside the ratio current/proximal: `mask`: 0 outside of the bounds;
+    `truncate`: at most `behaviour_cap`; `none`: 1; `in_ratio`: 1, and the ratio is current/behaviour."""
     behaviour_level: Literal["token", "sequence", "geometric"] = "token"
     """w of each token, or the product over its sequence, or the geometric mean."""
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")
@@ -82,8 +74,6 @@ class AlgorithmConfig(Section):
     """Weight of later values in an advantage; 1: returns minus values (`advantage: gae`)."""
     critic_lr: PositiveFloat | None = None
     """The critic's learning rate; 10 x `optimizer.lr` if unset."""
-    critic_rank: PositiveInt | None = None
-    """Rank of the critic's adapter, at the policy's scale; if unset its rank and patterns."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
     reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)] = (
         Field(
@@ -219,6 +209,7 @@ class AdapterConfig(Section):
     workflow: tasks.WorkflowConfig = tasks.SingleTurnWorkflowConfig()
     reward: tasks.RewardsConfig = tasks.BuiltInReward()
     """One reward, or a list: their weighted sum; the first one states `correct`."""
+    reward_weights: list[FiniteFloat] = Field([], description="Factors of the rewards in the sum; each 1 if empty.")
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
@@ -246,10 +237,10 @@ class AdapterConfig(Section):
         return self.reward if isinstance(self.reward, list) else [self.reward]
 
     @model_validator(mode="after")
-    def _reward_names(self) -> Self:
-        names = tasks.labels(self.rewards)
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two rewards are called {twice[0]!r}: give each a name of its own")
+    def _a_weight_each(self) -> Self:
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            counts = f"{len(self.reward_weights)} weights for {len(self.rewards)} rewards"
+            raise ValueError(f"reward_weights has {counts}: give one for each, or leave it out")
         return self
 
     def served_models(self, at: str = "") -> list[tuple[str, ServedModel]]:

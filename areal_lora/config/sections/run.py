@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegFloat, NonNegInt, PositiveInt, Section
@@ -12,20 +12,7 @@ from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
-
-class ProfileConfig(Section):
-    """Traces of training steps by torch's profiler, in `profile/` of the run folder."""
-
-    steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
-    ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
-
-
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
-
-
-def _off(value: object) -> object:
-    """YAML reads a plain `off` as false."""
-    return "off" if value is False else value
 
 
 class RunConfig(Section):
@@ -41,7 +28,8 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     keep_rollouts_mib: NonNegInt = 1024
     """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
-    profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
+    profile: list[PositiveInt] = Field([])
+    """Steps of each adapter, from 1 as on the console, of which every trainer rank writes a trace."""
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
     page: bool = Field(False, description="Serve the page of the run (`areal-lora page`) while it works.")
@@ -97,15 +85,7 @@ class TrainerConfig(Section):
     fsdp_shard: PositiveInt | None = None
     """Ranks that hold one copy of the base between them, such as those of a node (fsdp). If unset, all ranks."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
-    threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
-
-
-class BehaviourConfig(Section):
-    """How the trainer's passes follow the policy that sampled."""
-
-    router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
-    """`rollout`: the trainer's passes use the experts that servers used for each token."""
 
 
 class RemoteConfig(Section):
@@ -132,6 +112,8 @@ class RolloutConfig(Section):
     """At a publish, sequences finish on their version, or continue on the newest one."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
+    router_replay: bool = False
+    """The trainer's passes use the experts that servers used for each token."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""
@@ -144,7 +126,6 @@ class RolloutConfig(Section):
     `cluster.share_devices` requires it."""
     engine_args: dict[str, Any] = Field({})
     """Further arguments of vLLM's engine, such as `{enforce_eager: true}`: no CUDA graphs."""
-    threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
     remote: RemoteConfig | None = None
     """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
@@ -169,8 +150,6 @@ class WeightSyncConfig(Section):
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
     `cluster.device`, and gloo where a trainer rank and a server share a device."""
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    wire_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."""
     timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
     rejoin_s: NonNegFloat = 120.0
     """Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin."""
@@ -230,7 +209,6 @@ OwnWord = Annotated[str, Field(pattern=r"^\S*$")]
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
 """An amount of memory as Slurm reads it: MiB without a unit."""
-TimeLimit = Annotated[str, Field(pattern=TIME_LIMIT)]
 
 
 class SlurmComponent(Section):
@@ -248,13 +226,12 @@ class SlurmComponent(Section):
 
 class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition.")
-    account: Word | None = Field(None, description="sbatch --account.")
-    time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
+    time_limit: str = Field("24:00:00", pattern=TIME_LIMIT, description="sbatch --time.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
     extra: list[Line] = Field([])
-    """Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, `--constraint=ib`,
-    `--exclude=n7`, `--exclusive`, `--mail-type=END`."""
+    """Further #SBATCH lines of the job, or of its first component, such as `--account=me`, `--qos=high`,
+    `--constraint=ib`, `--exclude=n7`, `--exclusive`, `--mail-type=END`."""
     setup: list[str] = Field([], description="Shell lines run on each node before a role starts.")
     srun_extra: dict[Role, list[Line]] = Field({})
     """Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis)."""
@@ -270,6 +247,7 @@ class ClusterConfig(Section):
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = 8
     """Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."""
+    threads: PositiveInt = Field(1, description="OpenMP threads of a trainer rank; on CPUs of a server's worker, too.")
     share_devices: bool = False
     """Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. A rank gets what
     `rollout.gpu_memory_utilization` leaves."""
@@ -286,6 +264,11 @@ class ClusterConfig(Section):
     """With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an interface, a network such
     as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes."""
     slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def server_threads(self) -> int:
+        """OpenMP threads of a server's worker: one that only drives a device has one."""
+        return self.threads if self.device == "cpu" else 1
 
     @property
     def total_nodes(self) -> int:
@@ -307,14 +290,6 @@ def _own_place(bind: str, interface: str, nodes: int, run_folder: RunFolder) -> 
 CODE_REWARD = "code"
 
 
-class QuotaConfig(Section):
-    """Of each tenant. ``areal-lora adapters keys --quota`` can give one tenant others of these limits, and of those in
-    `service.queue.queue_rows.Quota` that no run sets for all."""
-
-    adapters: PositiveInt = Field(4, description="Adapters at a time; deleted ones do not count.")
-    rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
-
-
 class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
@@ -327,7 +302,6 @@ class ApiConfig(Section):
     of that kind, whose tests are programs in the tenants' rows."""
     judges: dict[str, str | None] = Field({})
     """URLs of judges, reward models and teachers that tenants may use, each with the variable of its key, or null."""
-    quota: QuotaConfig = QuotaConfig()
 
 
 class ServiceConfig(Section):

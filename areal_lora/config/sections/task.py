@@ -1,9 +1,8 @@
 """The sections ``task``, ``workflow`` and ``evals`` of an adapter: problems and their prompts, what one episode is, and
 the sets of held-out problems."""
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -57,7 +56,11 @@ class WordProblemsTask(Section):
     """`three_step`: harder, with numbers of two digits; for the model `tiny_pupil`."""
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
-    format: PromptFormat = PromptFormat()
+
+    @property
+    def format(self) -> PromptFormat:
+        """The problem alone."""
+        return PromptFormat()
 
 
 GSM8K: dict[str, Any] = {
@@ -184,8 +187,8 @@ class EvalSetConfig(Section):
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer; `sampling.max_new_tokens` if unset.")
     n: PositiveInt | None = Field(None, description="Use only so many problems, the first ones.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False)
-    """Smallest reward of a correct answer where neither reward nor workflow states what is correct, for example that of
-    an agent which returns its own reward."""
+    """Smallest reward of a correct answer where neither reward nor workflow states what is correct. Unset: there is a
+    mean reward and no accuracy."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,87 +209,82 @@ class EvalSetConfig(Section):
 ONE, SEVERAL, NAMED, SERVED = TAGS = "(one)", "(several)", "(named)", "(served)"
 """Tags of spellings in pydantic's locations; no key is called so."""
 
-_CORRECT = (
-    "Smallest reward of a correct answer, where the reward does not state `correct` itself; "
-    "without either, an evaluation has a mean reward and no accuracy."
-)
+
+BUILT_IN_S, SERVED_S = 5.0, 180.0
+"""Seconds for one answer, since Math-Verify does not end on some; for one of a served model with all attempts."""
 
 
-class RewardSection(Section):
-    """Settings of every kind of reward: it is computed in killable child processes (`tasks.scorer_setup`)."""
+class BuiltInReward(Section):
+    """A reward of the package. Every kind is computed in killable child processes (`tasks.scorer_setup`)."""
 
-    name: str | None = Field(None, pattern=NAME)
-    """Name of its value and parts in the metrics; in a list the kind if unset."""
-    weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
-    timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
-    workers: PositiveInt = Field(1, description="Scorer processes.")
-
-
-class BuiltInReward(RewardSection):
     kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
     """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
 
+    @property
+    def timeout_s(self) -> float:
+        return BUILT_IN_S
 
-class FunctionReward(RewardSection):
+    @property
+    def workers(self) -> int:
+        """Scorer processes: an answer on which Math-Verify does not end delays those behind it."""
+        return 2 if self.kind == "math_verify" else 1
+
+
+BUILT_IN = get_args(BuiltInReward.model_fields["kind"].annotation)
+
+
+class FunctionReward(Section):
     kind: Literal["function"] = "function"
     path: str
     """`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, a bool, or
     `{"reward": number, "correct": bool}`."""
+    timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
+    workers: PositiveInt = Field(1, description="Scorer processes.")
     network: bool = Field(False, description="Let the function open sockets, for example to query a judge.")
     allow_subprocess: bool = Field(False, description="Let the function start processes, in bubblewrap where usable.")
-    memory_mib: PositiveInt = Field(1024, description="Address space of a scorer process after loading, MiB.")
-    correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
 
-class JudgeReward(ServedModel, RewardSection):
+class ServedReward(ServedModel):
+    """A reward by a model that others serve."""
+
+    @property
+    def timeout_s(self) -> float:
+        return SERVED_S
+
+    @property
+    def workers(self) -> int:
+        """Scorer processes; each scores the answers of one group at a time."""
+        return 2
+
+
+class JudgeReward(ServedReward):
     kind: Literal["judge"] = "judge"
-    prompt: str = Field(description="The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced.")
-    system_prompt: str | None = Field(None, description="System message before the question.")
-    json_field: str | None = None
-    """Read the score from this field of the reply's last JSON object, instead of by `pattern`."""
-    pattern: str = r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression; its first group in the last match is the score: 0 to 10, which become reward 0 to 1. Other
-    scores are refused."""
+    prompt: str
+    """The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced. The reply's last `Score: n`, also
+    as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
     parameters: dict[str, Any] = Field({})
     """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
-    timeout_s: PositiveFloat = 180.0
-    """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
-    workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
-    correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
-        if groups < 1:
-            raise ValueError("pattern has no group: put the number into parentheses")
-        return self
 
 
-class ModelReward(ServedModel, RewardSection):
+class ModelReward(ServedReward):
     kind: Literal["model"] = "model"
     url: str = Field(pattern=r"^https?://.*/(classify|score|pooling)$")
     """URL of vLLM's `.../classify`, `.../score` or `.../pooling`."""
     input: str | None = None
     """Text that is scored, filled in like a judge's `prompt`; unset: the chat, for `score` the answer alone."""
     label: NonNegInt = Field(0, description="Class whose score, a logit, is the reward.")
-    timeout_s: PositiveFloat = 180.0
-    """Seconds for one answer with all attempts; after that a `timeout`, never reward 0."""
-    correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
 
-class CodeReward(RewardSection):
+class CodeReward(Section):
     kind: Literal["code"] = "code"
     inputs: str | None = Field(None, description="Column with the standard inputs of the tests: a text, or a list.")
     outputs: str | None = Field(None, description="Column with the expected standard outputs, one per input.")
     asserts: str | None = None
     """Column with Python code, or a list of pieces, that runs after the answer's program."""
+    workers: PositiveInt = Field(1, description="Scorer processes.")
     credit: Literal["all", "partial"] = "all"
     """`all`: 1 if every test passes, else 0. `partial`: the share of tests that pass."""
     timeout_s: PositiveFloat = Field(60.0, description="Seconds for all tests of one answer; further tests fail.")
-    test_s: PositiveFloat = Field(4.0, description="CPU seconds of one test; it ends after 2.5 times as many seconds.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -309,8 +307,12 @@ RewardsConfig = Annotated[
 
 
 def labels(rewards: list[RewardConfig]) -> list[str]:
-    """Names of the rewards in the metrics: empty for a single one without a name."""
-    return [reward.name or (reward.kind if len(rewards) > 1 else "") for reward in rewards]
+    """Names of the rewards in the metrics: the function's or the kind, numbered from the second such; of one: empty."""
+    if len(rewards) == 1:
+        return [""]
+    names = [r.path.rpartition(":")[2] if isinstance(r, FunctionReward) else r.kind for r in rewards]
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [f"{name}-{count}" if count > 1 else name for name, count in zip(names, counts, strict=True)]
 
 
 def reward_keys(at: str, rewards: RewardsConfig) -> list[tuple[str, RewardConfig]]:

@@ -271,8 +271,7 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
 
 def _critic_share(adapter: AdapterConfig) -> float:
     """Size of the adapter's critic over its own; the value head is a vector. 0 without a critic."""
-    algorithm = adapter.algorithm
-    return (algorithm.critic_rank or adapter.rank) / adapter.rank if algorithm.has_critic else 0.0
+    return float(adapter.algorithm.has_critic)
 
 
 def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:

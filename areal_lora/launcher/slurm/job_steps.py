@@ -239,12 +239,8 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     """The whole batch script as text."""
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
-    cpus = job.servers * rollout.threads * rollout.tp
-    named = {
-        "time": job.time_limit or slurm.time_limit,
-        "partition": job.partition or slurm.partition,
-        "account": slurm.account,
-    }
+    cpus = job.servers * cluster.server_threads * rollout.tp
+    named = {"time": job.time_limit or slurm.time_limit, "partition": job.partition or slurm.partition}
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [
         f"--job-name={config.run.name}-servers",

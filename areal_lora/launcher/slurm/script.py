@@ -90,7 +90,6 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
         "mem": _of(component, slurm, "mem"),
         "time": slurm.time_limit,
         "partition": _of(component, slurm, "partition"),
-        "account": slurm.account,
     }
     options += [f"--{name}={quoted(value)}" for name, value in named.items() if value]
     # The job outlives a lost node, where enough servers remain.

@@ -337,8 +337,10 @@ def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, re
         for record in metrics.evals
         if record.adapter in ("", ref.name) and record.version == ref.version
     }
+    weights = adapter.reward_weights or [1.0] * len(adapter.rewards)
     rewards = ", ".join(
-        f"`{reward.kind}`" + (f" x {reward.weight:g}" if len(adapter.rewards) > 1 else "") for reward in adapter.rewards
+        f"`{reward.kind}`" + (f" x {weight:g}" if len(weights) > 1 else "")
+        for reward, weight in zip(adapter.rewards, weights, strict=True)
     )
     kind = "rsLoRA" if adapter.rslora else "LoRA"
     rows = [

@@ -139,7 +139,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         "sampling": chosen.sampling.model_dump(mode="json", exclude={"prompts_per_step"}),
         "workflow": chosen.workflow.model_dump(mode="json"),
         "format": chosen.formatter.how.model_dump(mode="json"),
-        "rewards": [reward.model_dump(mode="json") for reward in adapter.rewards],
+        "rewards": [adapter.reward_weights, *(reward.model_dump(mode="json") for reward in adapter.rewards)],
         "random": None if greedy else [chosen.name, adapter_run(config, adapter).seed],
     }
     text = json.dumps(parts, sort_keys=True, default=repr)

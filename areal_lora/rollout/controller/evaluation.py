@@ -263,7 +263,7 @@ def result_of(
     if 0 < figures.ungraded < scored:
         log.warning(
             "evaluation %s of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
-            "'correct' for every answer, or set reward.correct_threshold)",
+            "'correct' for every answer, or set evals.correct_threshold)",
             chosen.name,
             ref,
             figures.ungraded,

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lora.config.sections.run import QuotaConfig
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
@@ -42,18 +41,19 @@ Limit = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one tenant.
+    """Limits of one tenant; ``areal-lora adapters keys --quota`` sets others.
 
-    ``sequences`` are the answers of one training step, ``tokens`` those of inference in progress (prompts and longest
-    answers, times 1 + ``logprobs``), ``requests`` those of a minute, which may come at once. ``weight`` is that of an
-    adapter, ``operations`` are acknowledged and not carried out yet, ``body_kib`` and ``pass_kib`` bound the body of a
+    ``adapters`` are those at a time, ``rank`` bounds an adapter's beside `rollout.max_lora_rank`, ``sequences`` are the
+    answers of one training step, ``tokens`` those of inference in progress (prompts and longest answers, times 1 +
+    ``logprobs``), ``requests`` those of a minute, which may come at once. ``weight`` is that of an adapter,
+    ``operations`` are acknowledged and not carried out yet, ``body_kib`` and ``pass_kib`` bound the body of a
     request and of a pass of an SDK client, ``problems`` a generated split, ``workers`` the scorer processes of an
     adapter. Of SDK clients: ``queued`` requests that are not answered, ``queued_mib`` of data kept for them and since
     the last step, ``saved`` states.
     """
 
-    adapters: Limit
-    rank: Limit
+    adapters: Limit = 4
+    rank: Limit = 1 << 10
     sequences: Limit = 4096
     tokens: Limit = 1 << 23
     requests: Limit = 12_000
@@ -66,10 +66,6 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     queued_mib: Limit = 256
     pass_kib: Limit = 8192
     saved: Limit = 64
-
-    @classmethod
-    def of(cls, config: QuotaConfig) -> Quota:
-        return msgspec.convert(config.model_dump(), cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

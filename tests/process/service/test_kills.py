@@ -14,6 +14,8 @@ from areal_lora.processes.watched import VARIABLE
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, read_endpoint
+from areal_lora.service.queue.queue_rows import LOCAL, Quota
+from areal_lora.service.queue.queue_store import Store
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import starter_of
 from tests.support.service.running import section, service_config
@@ -86,11 +88,14 @@ class Life:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    config = service_config(tmp_path / "the runs", quota={"adapters": 99, "rank": 8})
+    config = service_config(tmp_path / "the runs")
     folder = config.run_folder
     folder.path.mkdir(parents=True)
     create_secret(folder)
     write_config(folder, config)
+    store = Store(folder.service_tables, config.run.name)
+    store.put_tenant(LOCAL, Quota(adapters=99))
+    store.close()
     return folder
 
 

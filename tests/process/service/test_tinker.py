@@ -44,7 +44,7 @@ def scored(weights: list[float], steps: int, tokens: list[int] = TOKENS) -> tupl
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedRun]:
     for version in VERSIONS:
         sdk_path(version)
-    with ScriptedRun(tmp_path_factory.mktemp("a run"), quota={"adapters": 8, "rank": 8}) as run:
+    with ScriptedRun(tmp_path_factory.mktemp("a run"), limits={"adapters": 8}) as run:
         yield run
 
 

@@ -20,7 +20,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
-from areal_lora.service.acceptance import Acceptance, admit_operator, api_of, read_key
+from areal_lora.service.acceptance import Acceptance, admit_operator, read_key
 from areal_lora.service.api import Api
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
@@ -79,7 +79,7 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     folder.path.mkdir(parents=True, exist_ok=True)
     if not folder.secret.exists():
         create_secret(folder)
-    quota = msgspec.structs.replace(Quota.of(api_of(config).quota), **limits)
+    quota = msgspec.structs.replace(Quota(adapters=2, rank=8), **limits)
     store, observed = Store(folder.service_tables, config.run.name), RunObserver(folder)
     observed.look()
     admit_operator(store, folder.service_key, quota)

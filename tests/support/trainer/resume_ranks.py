@@ -22,7 +22,6 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
-from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate
@@ -43,14 +42,13 @@ from tests.support.paths import EXAMPLES
 from tests.support.sizes import size
 
 STEPS, PROMPTS, LENGTH = size(12, 20), 3, 12
-# All that a checkpoint can hold: a critic of another rank, and a reference that is renewed.
+# All that a checkpoint can hold: a critic, and a reference that is renewed.
 ALGORITHM = AlgorithmConfig.model_validate(
     {
         "kind": "ppo",
         "kl_coef": 0.05,
         "reference": "initial",
         "reference_refresh_steps": 3,
-        "critic_rank": 2,
         "critic_lr": 0.02,
         "gae_lambda": 0.9,
     }
@@ -68,7 +66,7 @@ class Session:
     sizes: tuple[tuple[str, int], ...] = (("world_size", 2), ("ep", 2))
     rank: int = 4
     steps: int = STEPS
-    profile: ProfileConfig | None = None
+    profile: tuple[int, ...] = ()
 
 
 def config_of(session: Session) -> Config:

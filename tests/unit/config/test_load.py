@@ -185,9 +185,10 @@ def test_every_pattern_of_the_configuration_has_words() -> None:
     assert [pattern for pattern in found if "matches" in described(pattern)] == []
 
 
-def test_an_overlay_alone_is_sent_to_the_file_below_it() -> None:
+def test_an_overlay_alone_is_sent_to_the_file_below_it(tmp_path: Path) -> None:
+    overlay = write(tmp_path, "a.yaml", "adapters: [{name: a, reward: {timeout_s: 2}}]\n")
     with pytest.raises(ConfigErrors, match=r"reward\.kind: is required .*or give the file that this one overlays"):
-        load_config([EMBEDDED])
+        load_config([overlay])
 
 
 def test_missing_key_is_named(tmp_path: Path) -> None:
@@ -233,11 +234,28 @@ def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps
     assert workflow.env == found.format(folder=tmp_path)
 
 
-@pytest.mark.parametrize("keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a, servers: [b]}"])
-def test_an_environment_is_named_by_the_key_of_its_kind(tmp_path: Path, keys: str) -> None:
+@pytest.mark.parametrize(
+    "keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a}", "{kind: gym, env: [a]}", "{kind: mcp, env: []}"]
+)
+def test_an_environment_is_named_as_its_kind_needs_it(tmp_path: Path, keys: str) -> None:
     (tmp_path / "more.yaml").write_text(f"adapters: [{{workflow: {keys}}}]")
-    with pytest.raises(ConfigError, match=r"kind (mcp|gym) needs (servers|env) and takes no"):
+    with pytest.raises(ConfigError, match=r"^adapters\.0\.workflow"):
         load_config([MOE, EMBEDDED, tmp_path / "more.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("adapters.0.reward.workers=2", "only function and code"),
+        ("adapters.gsm8k.reward=[{kind: numeric_match, name: right}]", "metrics have the function's"),
+        ("weight_sync.wire_dtype=float32", "model.dtype"),
+        ("service={api: {quota: {rank: 8}}}", "keys --quota"),
+    ],
+)
+def test_a_removed_key_is_sent_to_what_has_replaced_it(override: str, words: str) -> None:
+    key = override.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=f"{'' if key in ('service', 'reward') else key}.*unknown key .*{words}"):
+        load_config([MOE], [override])
 
 
 def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:

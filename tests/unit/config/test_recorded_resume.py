@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
         "eval.every_steps=0",
         "checkpoint.every_steps=4",
         "run.max_restarts=0",
-        "adapters.gsm8k.reward.workers=2",
+        "adapters.gsm8k.reward_weights=[2]",
         "weight_sync.bucket_mib=1",
         "cluster.kind=slurm",
     ],

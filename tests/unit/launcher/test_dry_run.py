@@ -25,9 +25,7 @@ def printed(config: Config, facts: Facts = FACTS) -> list[str]:
 
 
 def several() -> Config:
-    config = load_config(
-        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100", "weight_sync.wire_dtype=float32"]
-    )
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100"])
     [only] = config.adapters
     light = {"target_modules": ["linear_qkv"], "steps": 10, "weight": 3.0}
     adapters = [only, only.model_copy(update={"name": "light", **light})]
@@ -40,10 +38,10 @@ def test_each_of_several_adapters_has_a_line_and_the_steps_are_their_sum() -> No
     heavy, light = (line for line in lines if line.startswith("Adapter "))
     assert heavy.startswith("Adapter gsm8k: 100 steps, weight 1, 25% of the trained tokens while all train, ")
     # q, k, v of 48 layers at rank 32: lora_A is sent once; 2048 inputs, (32 + 2 * 4) * 128 outputs.
-    nbytes = 48 * 32 * (2048 + 40 * 128) * 4
+    nbytes = 48 * 32 * (2048 + 40 * 128) * 2
     assert light == (
         f"Adapter light: 10 steps, weight 3, 75% of the trained tokens while all train, "
-        f"{nbytes / 1e6:.2f} MB (float32) a version"
+        f"{nbytes / 1e6:.2f} MB (bfloat16) a version"
     )
 
 

@@ -50,7 +50,7 @@ def step(key: str, index: int, reward: float) -> Record:
 
 
 def test_trials_are_the_product_of_the_lists_and_differ_in_nothing_else() -> None:
-    config, sweep = planned("adapters.gsm8k.optimizer.lr=[1e-4,3e-4]", "adapters.0.rank=[4, 8]", "trainer.threads=2")
+    config, sweep = planned("adapters.gsm8k.optimizer.lr=[1e-4,3e-4]", "adapters.0.rank=[4, 8]", "cluster.threads=2")
     assert [trial.name for trial in sweep.trials] == [
         "lr-1e-4-rank-4",
         "lr-1e-4-rank-8",
@@ -64,10 +64,10 @@ def test_trials_are_the_product_of_the_lists_and_differ_in_nothing_else() -> Non
         ("lr-3e-4-rank-4", 3e-4, 4),
         ("lr-3e-4-rank-8", 3e-4, 8),
     ]
-    assert config.trainer.threads == 2
+    assert config.cluster.threads == 2
     same = [adapter.model_copy(update={"name": "", "rank": 1, "optimizer": None}) for adapter in config.adapters]
     assert same == same[:1] * 4
-    assert sweep.command[-2:] == ("run.steps=16", "trainer.threads=2")
+    assert sweep.command[-2:] == ("run.steps=16", "cluster.threads=2")
 
 
 def test_the_launched_run_has_room_for_all_trials_and_no_adapter_of_its_own() -> None:

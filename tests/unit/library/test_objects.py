@@ -86,9 +86,10 @@ def test_what_is_configured_besides_remains() -> None:
         "network": True,
         "timeout_s": 7.0,
     }
-    config = load_config(FILES, ["adapters.gsm8k.reward.workers=2"])
-    reward = user_code(config, {"reward": json.dumps}).put_into(config, Path("/x")).adapters[0].reward
-    assert (reward.kind, reward.workers) == ("function", 2)
+    two = [{"kind": "numeric_match"}, {"kind": "none"}]
+    config = load_config([*FILES, {"adapters": [{"name": "gsm8k", "reward": two, "reward_weights": [1, 2]}]}])
+    adapter = user_code(config, {"reward": json.dumps}).put_into(config, Path("/x")).adapters[0]
+    assert (adapter.reward.kind, adapter.reward_weights) == ("function", [])
 
 
 def inner() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.config.sections.run import ApiConfig, QuotaConfig
+from areal_lora.config.sections.run import ApiConfig
 from areal_lora.service.acceptance import allowed
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.refused import RequestError
@@ -30,11 +30,9 @@ def data(tmp_path: Path) -> Path:
 
 
 def judged(changes: dict[str, Any], data: Path | None) -> AdapterConfig:
-    offered = ApiConfig(
-        data=data, data_sets=["org/rows"], code=[CODE, FILTER], judges={JUDGE: "JUDGE_KEY"}, quota=QuotaConfig()
-    )
+    offered = ApiConfig(data=data, data_sets=["org/rows"], code=[CODE, FILTER], judges={JUDGE: "JUDGE_KEY"})
     adapter = AdapterConfig.model_validate(section(**changes))
-    return allowed(adapter, offered, Quota.of(offered.quota), "acme")
+    return allowed(adapter, offered, Quota(), "acme")
 
 
 def rows(train: str, **more: Any) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "gym", "env": "a:b"}}, "workflow.env"),
         ({"workflow": {"kind": "gym", "env": CODE, "python": "/bin/sh"}}, "workflow.python"),
         ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),
-        ({"workflow": {"kind": "mcp", "servers": ["sh -c true"]}}, "workflow.servers.0"),
+        ({"workflow": {"kind": "mcp", "env": ["sh -c true"]}}, "workflow.env.0"),
         (rows("own.jsonl", keep="a:b"), "task.keep"),
         (
             {"evals": [{"name": "x", "task": {"kind": "dataset", "eval": "own.jsonl", "keep": "a:b"}}]},
@@ -100,9 +98,8 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"init_from": "/"}, "init_from"),
         ({"task": {"kind": "word_problems", "n_train": 10**9}}, "task"),
         ({"sampling": {"prompts_per_step": 10**6, "n_samples": 8, "max_new_tokens": 4}}, "sampling"),
-        ({"reward": {"kind": "numeric_match", "workers": 1000}}, "reward"),
+        ({"reward": {"kind": "function", "path": CODE, "workers": 1000}}, "reward"),
         ({"workflow": {"kind": "gym", "env": CODE, "workers": 1000}}, "workflow"),
-        ({"reward": {"kind": "function", "path": CODE, "memory_mib": 10**6}}, "reward"),
         ({"rank_pattern": {"(a+)+$": 4}}, "rank_pattern"),
         ({"alpha_pattern": {".*.*.*x": 4}}, "alpha_pattern"),
         ({"target_modules": ["*a" * 200]}, "target_modules"),

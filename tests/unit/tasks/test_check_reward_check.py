@@ -40,7 +40,7 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def problems(*rewards: str, **cluster: str) -> list[str]:
-    entries = [{"kind": "function", "name": f"r{i}", "path": path} for i, path in enumerate(rewards)]
+    entries = [{"kind": "function", "path": path} for path in rewards]
     made = load_config([*FILES, {"cluster": cluster, "adapters": [{"reward": entries}]}])
     return [str(problem) for problem in reward_problems(made, online=False)]
 

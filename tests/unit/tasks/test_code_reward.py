@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from areal_lora.config.sections.task import CodeReward
+from areal_lora.tasks import scorer_setup
 from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
@@ -96,7 +97,8 @@ HOSTILE = {
 }
 
 
-def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
+def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_setup, "TEST_S", 1.6)
     run, precious = tmp_path / "run", tmp_path / "precious"
     run.mkdir()
     (run / "secret").write_text("the secret")
@@ -107,7 +109,7 @@ def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
     row = {"inputs": [""], "outputs": ["the secret"]}
     items = [answer(head + program, **row) for program, _ in HOSTILE.values()]
     parts = [[*items[k::WORKERS], answer(ADD)] for k in range(WORKERS)]  # most of what they take is waited for
-    reward, scores = code(test_s=1.6, timeout_s=60, workers=WORKERS), dict[str, Score]()
+    reward, scores = code(timeout_s=60, workers=WORKERS), dict[str, Score]()
     for k, (*of_part, after) in enumerate(score_all(reward, *parts, hidden=run)):
         scores |= zip(list(HOSTILE)[k::WORKERS], of_part, strict=True)
         assert after.reward == 1.0, "the scorer process works on"
@@ -166,9 +168,10 @@ def test_a_programs_folder_is_empty_and_its_own(fence):
     assert score(code(), answer(program, **row))[0].reward == 1.0
 
 
-def test_the_time_of_an_answer_bounds_all_its_tests():
+def test_the_time_of_an_answer_bounds_all_its_tests(monkeypatch):
+    monkeypatch.setattr(scorer_setup, "TEST_S", 1.0)
     row = {"inputs": [""] * 20, "outputs": ["x"] * 20}
-    reward = code(credit="partial", timeout_s=4.0, test_s=1.0)
+    reward = code(credit="partial", timeout_s=4.0)
     asked = answer("import time\ntime.sleep(9)", **row)
     [scored] = seen(lambda: score(reward, asked), lambda found: found[0].outcome is Outcome.OK)
     assert (scored.outcome, dict(scored.components)) == (Outcome.OK, {"passed": 0.0, "time": 1.0})

@@ -232,10 +232,3 @@ def test_messages_need_the_chat_format_and_a_question(tmp_path):
     rows = [{"m": [{"role": "user", "content": "Hi"}]}]
     with pytest.raises(ConfigError, match=r"task\.format\.kind: messages need a chat template"):
         load_samples(general(tmp_path, rows, columns={"messages": "m", "answer": None}), "train")
-
-
-def test_word_problems_take_a_format_too():
-    chat = WordProblemsTask(n_train=2, format={"kind": "chat", "template": "Work it out. {prompt}"})
-    plain, formatted = load_samples(WordProblemsTask(n_train=2), "train"), load_samples(chat, "train")
-    assert [s.uid for s in formatted] == [s.uid for s in plain]
-    assert formatted[0].messages == ({"role": "user", "content": f"Work it out. {plain[0].prompt}"},)

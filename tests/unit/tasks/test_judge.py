@@ -5,14 +5,14 @@ import math
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from areal_lora.config.sections import task
 from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.tasks import scorer_setup
-from areal_lora.tasks.judge import JudgeSettings, fill, read_score
+from areal_lora.tasks.judge import fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
@@ -23,8 +23,8 @@ KEY = "sk-0123456789abcdef"
 
 
 def judge(url: str, **keys) -> JudgeReward:
-    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "workers": 1}
-    return JudgeReward(url=url, **{**first, "timeout_s": 120.0, **keys})
+    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})"}
+    return JudgeReward(url=url, **{**first, **keys})
 
 
 QUICK = {"attempt_s": 60.0, "attempts": 3, "backoff_s": 0.01, "concurrency": 16}
@@ -47,7 +47,7 @@ def item(completion: str) -> ScoreItem:
 
 def score(reward: JudgeReward, *batches: list[ScoreItem], hidden: Path | None = None):
     async def run():
-        async with RewardSum([reward], hidden=hidden) as rewards:
+        async with RewardSum([reward], [], hidden) as rewards:
             scores = [await rewards.score(batch) for batch in batches]
             costs = rewards.take_costs()
             assert costs.pop("seconds") > 0
@@ -64,11 +64,11 @@ def by_length(_: int, body: dict) -> tuple:
 def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with JudgeStub(by_length) as stub:
-        reward = judge(stub.url, key_env="JUDGE_KEY", system_prompt="Be fair.", correct_threshold=0.5)
+        reward = judge(stub.url, key_env="JUDGE_KEY")
         [[good, bad]], costs = score(reward, [item("good {answer}"), item("bad")])
-    assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, True, 0.0, False)
-    assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("system", "user")}
-    assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][1]["content"] for body in stub.bodies]
+    assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, None, 0.0, None)
+    assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("user",)}
+    assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][0]["content"] for body in stub.bodies]
     assert set(stub.keys) == {f"Bearer {KEY}"}
     assert costs.pop("judge/ms") > 0
     counted = {"answers": 2, "calls": 2, "prompt_tokens": 200, "completion_tokens": 20, "cached_share": 0}
@@ -133,10 +133,12 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
         assert asked[str(i)] == calls
 
 
-def test_an_answer_out_of_time_is_a_timeout():
+def test_an_answer_out_of_time_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(task, "SERVED_S", 1.0)
+
     def measure():
         with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:
-            [found], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
+            [found], _ = score(judge(stub.url), [item("slow"), item("fine")])
         return found
 
     slow, fine = seen(measure, lambda found: found[1].outcome is Outcome.OK)
@@ -153,17 +155,14 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
         assert [s.reward for s in later[0]] == [s.reward for s in first[0]] == [0.5, 0.5, 0.0]
         assert len(stub.bodies) == 2
         assert (costs["judge/cached_share"], costs.get("judge/calls")) == (1.0, None)
-        # Another pattern reads the same reply; anything else that was sent is asked again.
-        first = judge(stub.url, pattern="Score: ([0-9])")
-        assert score(first, [item("good")], hidden=tmp_path)[0][0][0].reward == 0.3
-        assert len(stub.bodies) == 2
+        # What was sent otherwise is asked again.
         score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
         assert len(stub.bodies) == 3
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
 
 
 def test_no_more_requests_are_open_than_allowed(limits):
-    limits(concurrency=3)
+    limits(concurrency=6)  # half of them in each process
     with JudgeStub(lambda n, _: hang(0.1)) as stub:
         score(judge(stub.url), [item(str(i)) for i in range(12)])
     assert (stub.most_open, len(stub.bodies)) == (3, 12)
@@ -175,39 +174,30 @@ def test_a_key_that_is_not_set_is_one_line(monkeypatch):
         score(judge("http://127.0.0.1:9/v1", key_env="JUDGE_KEY"), [])
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"url": "http://judge.example/v1", "key_env": "K"}, "unencrypted"),
-        ({"pattern": "score"}, "no group"),
-        ({"pattern": "("}, "no regular expression"),
-    ],
-)
-def test_what_the_configuration_refuses(keys, words):
-    with pytest.raises(ValueError, match=words):
-        judge(**{"url": "https://judge.example/v1", **keys})
-
-
-def settings(**keys) -> JudgeSettings:
-    return msgspec.convert(judge("https://x/v1", **keys).model_dump() | {"limits": QUICK}, JudgeSettings)
+def test_a_key_is_not_sent_unencrypted():
+    with pytest.raises(ValueError, match="unencrypted"):
+        judge("http://judge.example/v1", key_env="K")
 
 
 @pytest.mark.parametrize(
     ("text", "score"),
     [
+        ("score=1, no: Score: 2.5", 2.5),
         ('{"score": 4}', 4.0),
-        ('bad {"score": 1} or {"why": {"score": 9}, "score": "7"} }', 7.0),
+        ('bad {"score": 1} or {"why": "4", "score": "7"} }', 7.0),
         ('```{"score":0}```', 0),
     ],
 )
-def test_the_last_json_object(text, score):
-    assert read_score(text, settings(json_field="score")) == score
+def test_a_score_is_read_as_text_and_as_json(text, score):
+    assert read_score(text) == score
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"score": true}', '{"score": NaN}', '{"other": 3}', "{" * 5000, "[4]"])
-def test_no_score_in_json(text):
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_score(text, settings(json_field="score"))
+@pytest.mark.parametrize(
+    "text", ["", "Score: high", "Score: -1", '{"score": true}', '{"score": 11}', '{"other": 3}', "{" * 5000, "[4]"]
+)
+def test_no_score(text):
+    with pytest.raises(ValueError, match="score"):
+        read_score(text)
 
 
 def test_a_template_is_filled_once():

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from areal_lora.config.sections import task
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.rewards import reward_call
@@ -62,9 +63,11 @@ def test_a_gold_answer_that_states_nothing_is_an_error():
         math_verify("7", "")
 
 
-def test_the_deadline_rules_over_expressions_that_never_end():
+def test_the_deadline_rules_over_expressions_that_never_end(monkeypatch):
+    monkeypatch.setattr(task, "BUILT_IN_S", 2.0)
+
     async def run():
-        async with ScorerPool(BuiltInReward(kind="math_verify", timeout_s=2.0)) as pool:
+        async with ScorerPool(BuiltInReward(kind="math_verify")) as pool:
             texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")
             return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
 

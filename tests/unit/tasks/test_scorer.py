@@ -23,6 +23,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.tasks.scorer_setup import MEMORY_BYTES
 from areal_lora.types import Cause, Outcome, Sample
 from tests.support.clocks import seen, wait_until
 from tests.support.docs import section
@@ -285,9 +286,9 @@ def test_a_reward_that_is_a_thread_or_reads_stdin_is_harmless():
 
 def test_the_child_is_fenced():
     items = [item("core_limit"), item("environment"), item("sockets"), item("memory_limit"), item("capabilities")]
-    [scores] = score(items, reward=faulty(memory_mib=512))
+    [scores] = score(items)
     assert [s.reward for s in scores[:3]] == [0.0, 0.0, 0.0]
-    assert 512 << 20 < scores[3].reward < 1 << 30
+    assert MEMORY_BYTES < scores[3].reward < MEMORY_BYTES + (1 << 30)
     assert scores[4].reward in (0.0, 4.0)  # as root: to read what others own
 
 
@@ -536,7 +537,7 @@ def reward(completion, answer):
 """
 
 
-def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not(tmp_path):
+def test_a_reward_may_say_what_is_correct(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(RULES)
     good = ["right", "wrong", "number", "whole", "dict", "unsure", "none", "bool", "zero"]
@@ -560,8 +561,6 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
         assert words in scored.detail
         assert scored.detail.endswith(f"({path}:11)"), "where the function is defined"
         assert scored.cause is Cause.CODE
-    [scores] = score([item(x) for x in good], reward=reward.model_copy(update={"correct_threshold": 0.75}))
-    assert [s.correct for s in scores] == [True, False, False, True, True, True, False, True, False]
 
 
 CALLS = """
@@ -647,17 +646,17 @@ def test_a_reward_of_a_batch_gets_lists_as_trl_gives_them(tmp_path):
     assert [s.reward for s in third] == [2.0]
 
 
-@pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
-def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, threshold):
+@pytest.mark.parametrize(("example", "ruled"), [(0, False), (1, True)])
+def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, ruled):
     page = section(ROOT / "docs" / "en" / "tasks.md", "Rewards")
     path = tmp_path / "rewards.py"
     path.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[example])
-    reward = FunctionReward(path=f"{path}:reward", correct_threshold=threshold)
+    reward = FunctionReward(path=f"{path}:reward")
     right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
     [of_right, of_all] = score(right, right + wrong, reward=reward)
     assert all(0.9 < s.reward < 1.0 for s in of_right)
-    assert [s.correct for s in of_right] == [True] * 64
-    assert [s.correct for s in of_all] == [True] * 64 + [False] * 64
+    correct = [s.correct if ruled else s.reward >= 0.5 for s in of_right + of_all]
+    assert correct == [True] * 128 + [False] * 64
 
 
 @pytest.mark.parametrize("reward", [BuiltInReward(), BuiltInReward(kind="math_verify")])

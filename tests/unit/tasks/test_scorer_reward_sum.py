@@ -18,9 +18,9 @@ def fails(completion):
 """
 
 
-def score(rewards: list[RewardConfig], *completions: str) -> list[Score]:
+def score(rewards: list[RewardConfig], *completions: str, weights: tuple[float, ...] = ()) -> list[Score]:
     async def run() -> list[Score]:
-        async with RewardSum(rewards) as scorer:
+        async with RewardSum(rewards, weights) as scorer:
             assert scorer.take_costs() == {}
             scores = await scorer.score([ScoreItem(completion=text, answer="7") for text in completions])
             [(name, seconds)] = scorer.take_costs().items()
@@ -38,29 +38,39 @@ def own(tmp_path):
 
 
 def test_weights_names_parts_and_who_says_what_is_correct(own):
-    rewards = [BuiltInReward(weight=2.0), own("short", name="length", weight=0.1)]
-    right, wrong = score(rewards, "7", "0008")
+    rewards = [BuiltInReward(), own("short")]
+    right, wrong = score(rewards, "7", "0008", weights=(2.0, 0.1))
     assert right.reward == pytest.approx(2.0 - 0.1)
-    assert dict(right.components) == {"numeric_match": 1.0, "length": -1.0, "length/characters": 1.0}
+    assert dict(right.components) == {"numeric_match": 1.0, "short": -1.0, "short/characters": 1.0}
     assert (right.correct, wrong.correct) == (True, False)
     assert score(rewards[::-1], "7")[0].correct is False, "the first reward of the list decides"
 
 
+def test_rewards_of_one_name_are_numbered(own):
+    [scored] = score([BuiltInReward(), own("short"), BuiltInReward(), own("short")], "7")
+    assert {name for name in scored.components if "/" not in name} == {
+        "numeric_match",
+        "short",
+        "numeric_match-2",
+        "short-2",
+    }
+
+
 def test_one_reward_is_a_list_of_one(own):
-    [scored] = score([own("short", weight=2.0)], "7")
+    [scored] = score([own("short")], "7", weights=(2.0,))
     assert (scored.reward, dict(scored.components)) == (-2.0, {"characters": 1.0})
 
 
 def test_an_answer_that_one_reward_cannot_score_is_not_scored(own):
-    fault, fine = score([BuiltInReward(), own("fails", name="mine")], "0", "7")
+    fault, fine = score([BuiltInReward(), own("fails")], "0", "7")
     assert (fault.outcome, fine.outcome, fine.reward) == (Outcome.ERROR, Outcome.OK, 2.0)
     assert math.isnan(fault.reward)
-    assert fault.detail.startswith("mine: ZeroDivisionError")
+    assert fault.detail.startswith("fails: ZeroDivisionError")
 
 
 def test_a_reward_that_cannot_be_loaded_is_one_error_and_ends_the_others(own):
     with pytest.raises(ConfigError, match="absent"):
-        score([BuiltInReward(), own("absent", name="x")], "7")
+        score([BuiltInReward(), own("absent")], "7")
 
 
 def test_the_first_fault_is_the_answers():

@@ -56,11 +56,11 @@ def test_an_algorithm_without_critic_and_reference_has_no_companion() -> None:
     assert companions.resident(adapter) == {}
 
 
-def test_a_critic_has_its_own_rank_and_rate_at_the_same_scale() -> None:
-    engine, adapter = begun(kind="ppo", critic_rank=2, critic_lr=5e-3)
+def test_a_critic_has_its_own_rate_at_the_same_rank_and_scale() -> None:
+    engine, adapter = begun(kind="ppo", critic_lr=5e-3)
     spec = engine.specs["gsm8k/critic"]
     module = "model.layers.0.self_attn.q_proj"
-    assert (spec.rank_of(module), spec.value_head) == (2, True)
+    assert (spec.rank_of(module), spec.value_head) == (adapter.spec.rank, True)
     assert spec.scale_of(module) == adapter.spec.scale_of(module)
     assert (spec.target_modules, spec.base_model) == (adapter.spec.target_modules, adapter.spec.base_model)
     found = companions.critic_of(adapter)
@@ -72,15 +72,14 @@ def test_a_critic_has_its_own_rank_and_rate_at_the_same_scale() -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_patterns_and_rslora_are_the_critics_too_unless_it_has_its_own_rank(rslora: bool) -> None:
+def test_patterns_and_rslora_are_the_critics_too(rslora: bool) -> None:
     module, other = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
-    for rank, at_module in ((None, 3), (4, 4)):
-        adapter = make_adapter(kind="ppo", critic_rank=rank)
-        spec = replace(adapter.spec, rslora=rslora, rank_pattern=(("q_proj", 3),))
-        found = companions.critic_of(replace(adapter, spec=spec))
-        assert found is not None
-        assert (found.spec.rank_of(module), found.spec.rank_of(other)) == (at_module, rank or adapter.spec.rank)
-        assert found.spec.scale_of(other) == pytest.approx(spec.scale_of(other))
+    adapter = make_adapter(kind="ppo")
+    spec = replace(adapter.spec, rslora=rslora, rank_pattern=(("q_proj", 3),))
+    found = companions.critic_of(replace(adapter, spec=spec))
+    assert found is not None
+    assert (found.spec.rank_of(module), found.spec.rank_of(other)) == (3, adapter.spec.rank)
+    assert found.spec.scale_of(other) == pytest.approx(spec.scale_of(other))
 
 
 def test_the_reference_is_replaced_at_its_versions_only() -> None:
@@ -124,5 +123,5 @@ def test_a_critic_of_another_rank_is_refused() -> None:
     engine, adapter = begun(**BOTH)
     kept = kept_of(engine)
     other = replace(kept["critic"].spec, rank=3, alpha=6.0)
-    with pytest.raises(ConfigError, match=r"algorithm.critic_rank.*rank 3 and alpha 6, not 8 and 16"):
+    with pytest.raises(ConfigError, match=r"algorithm.kind.*rank 3 and alpha 6, not 8 and 16"):
         load(engine, adapter, {**kept, "critic": Companion(spec=other, step=7)})

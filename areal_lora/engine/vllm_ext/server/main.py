@@ -126,7 +126,7 @@ def set_environment(config: Config) -> None:
         "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
     }
     if config.cluster.device == "cpu":
-        threads = config.rollout.threads
+        threads = config.cluster.threads
         # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.
         env["TORCHDYNAMO_DISABLE"] = "1"
         env["OMP_NUM_THREADS"] = str(threads)

@@ -22,8 +22,7 @@ HETJOB = (
     "{roles: [rollout], nodes: 2, devices_per_node: 4, gres_type: l40s, partition: small, extra: [--licenses=x]}, "
     "{roles: [controller], partition: cpu, mem: 16G}]",
     "cluster.slurm.mem=800G",
-    "cluster.slurm.extra=[--wckey=w]",
-    "cluster.slurm.account=me",
+    "cluster.slurm.extra=[--wckey=w, --account=me]",
 )
 
 
@@ -41,11 +40,10 @@ def blocks(*overrides: str) -> list[list[str]]:
 def test_every_option_of_a_submission() -> None:
     keys = {
         "partition": "gpu,big",
-        "account": "me",
         "time_limit": "1-12:00:00",
         "mem": "800G",
         "gres_type": "h100",
-        "extra": "[--licenses=a:1, '--constraint=\"h100&ib\"']",
+        "extra": "[--account=me, --licenses=a:1, '--constraint=\"h100&ib\"']",
     }
     (options,) = blocks(*(f"cluster.slurm.{key}={value}" for key, value in keys.items()))
     assert options == [
@@ -56,13 +54,13 @@ def test_every_option_of_a_submission() -> None:
         "--signal=B:USR1@60",
         "--nodes=3",
         "--ntasks-per-node=9",
-        "--mincpus=73",
+        "--mincpus=66",
         "--gres=gpu:h100:8",
         "--mem=800G",
         "--time=1-12:00:00",
         "--partition=gpu,big",
-        "--account=me",
         "--no-kill",
+        "--account=me",
         "--licenses=a:1",
         '--constraint="h100&ib"',
     ]
@@ -70,27 +68,27 @@ def test_every_option_of_a_submission() -> None:
 
 def test_a_component_asks_for_its_own_nodes() -> None:
     trainer, rollout, controller = blocks(*HETJOB)
-    shared = {"--time=24:00:00", "--account=me", "--no-kill"}
+    shared = {"--time=24:00:00", "--no-kill"}
     for options in (trainer, rollout, controller):
         assert shared <= set(options)
     assert {"--nodes=2", "--ntasks-per-node=8", "--mincpus=64", "--gres=gpu:h100:8", "--mem=800G"} <= set(trainer)
-    assert {"--constraint=ib", "--wckey=w", "--job-name=my-run", "--requeue"} <= set(trainer)
+    assert {"--constraint=ib", "--wckey=w", "--account=me", "--job-name=my-run", "--requeue"} <= set(trainer)
     assert {"--nodes=2", "--ntasks-per-node=2", "--gres=gpu:l40s:4", "--partition=small"} <= set(rollout)
     assert {"--mem=800G", "--licenses=x"} <= set(rollout)
-    assert {"--nodes=1", "--ntasks-per-node=1", "--mincpus=9", "--partition=cpu", "--mem=16G"} <= set(controller)
+    assert {"--nodes=1", "--ntasks-per-node=1", "--mincpus=2", "--partition=cpu", "--mem=16G"} <= set(controller)
     assert not [option for option in controller if option.startswith(("--gres", "--constraint", "--job-name"))]
 
 
 def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
-    config, plan = job("rollout.threads=2")
+    config, plan = job()
     assert step_options(config, plan, "server") == [
-        "--cpus-per-task=6",
+        "--cpus-per-task=4",
         "--mem=0",
         "--cpu-bind=none",
         "--gpu-bind=none",
     ]
     assert step_options(config, plan, "trainer")[0] == "--cpus-per-task=8"
-    assert step_options(config, plan, "controller")[0] == "--cpus-per-task=9"
+    assert step_options(config, plan, "controller")[0] == "--cpus-per-task=2"
 
 
 def test_options_of_a_step_in_their_component() -> None:

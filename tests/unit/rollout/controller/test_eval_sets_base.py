@@ -68,6 +68,7 @@ def test_what_an_adapter_is_and_how_it_is_trained_changes_nothing() -> None:
     [
         {"task": WordProblemsTask(n_train=64, n_eval=39)},
         {"reward": FunctionReward(path="m:f")},
+        {"reward_weights": [2.0]},
         sampling(max_new_tokens=7),
         sampling(stop=["x"]),
         sampling(timeout_s=4.0),
