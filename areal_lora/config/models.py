@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
 from areal_lora.config.sections.run import (
+    BehaviourConfig,
     CheckpointConfig,
     ClusterConfig,
     EvalConfig,
@@ -39,7 +40,7 @@ from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
 __all__ = [
-    "AdapterConfig", "AgentWorkflowConfig", "CheckpointConfig", "ClientWorkflowConfig",
+    "AdapterConfig", "AgentWorkflowConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
     "ClusterConfig", "Config", "CustomWorkflowConfig", "EndpointWorkflow", "EvalConfig", "ModelConfig",
     "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
     "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig",
@@ -58,6 +59,7 @@ class Config(Section):
     adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
+    behaviour: BehaviourConfig = BehaviourConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

@@ -42,12 +42,10 @@ OLD_KEYS = frozenset([
 def _respell(adapter: Any) -> None:
     """Give the keys of an earlier version whose meaning remains their present names."""
     reward = adapter.get("reward")
-    parts = adapter.get("algorithm"), adapter.get("workflow"), *(reward if isinstance(reward, list) else [reward])
-    algorithm, workflow, *rewards = (part if isinstance(part, dict) else {} for part in parts)
+    parts = adapter.get("algorithm"), *(reward if isinstance(reward, list) else [reward])
+    algorithm, *rewards = (part if isinstance(part, dict) else {} for part in parts)
     if algorithm.pop("ratio", None) == "rollout":
         algorithm["behaviour_correction"] = "in_ratio"
-    if servers := workflow.pop("servers", None):
-        workflow["env"] = servers
     weights = [part.pop("weight", 1.0) for part in rewards]
     if any(weight != 1 for weight in weights):
         adapter["reward_weights"] = weights
@@ -69,10 +67,6 @@ def read_config(run_folder: RunFolder) -> Config:
             data["trainer"]["recompute"] = "full" if old else "none"  # the values of the version before
         if data.get("rollout", {}).pop("enforce_eager", False):
             data["rollout"]["engine_args"] = {"enforce_eager": True}
-        if not isinstance(profile := data.get("run", {}).get("profile", []), list):
-            data["run"]["profile"] = (profile or {}).get("steps", [])
-        if data.pop("behaviour", {}).get("router_replay", "off") != "off":
-            data["rollout"]["router_replay"] = True
         data.get("cluster", {}).setdefault("threads", data.get("trainer", {}).pop("threads", 1))
         for adapter in data.get("adapters", []):
             _respell(adapter)

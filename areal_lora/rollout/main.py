@@ -144,7 +144,7 @@ class SharedResources:
             sampling=sampling,
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
-            streams=not self.config.rollout.router_replay,
+            streams=self.config.behaviour.router_replay == "off",
         )
         evaluator = build_evaluator(
             self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder, workers

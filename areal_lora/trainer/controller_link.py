@@ -64,7 +64,7 @@ class ControllerLink:
         self._runs, self._client, self._recorder = adapter_runs(config), client, recorder
         self._evals = {name: EvalTracker.restored(state) for name, state in restored.items()}
         self._ledgers = {name: state.ledger for name, state in restored.items()}
-        replays = config.rollout.router_replay
+        replays = config.behaviour.router_replay == "rollout"
         self._routes = read_shape(Path(config.model.folder)).routes if replays else None
 
     def state(self, adapter: str) -> ControllerState:

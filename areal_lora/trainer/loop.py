@@ -96,8 +96,8 @@ def carry_out(
     with contained(trainer, state):
         match work:
             case w.TrainOn(batch=packed):
-                steps, rank = trainer.config.run.profile, trainer.control.rank
-                with profiled(steps, trainer.run_folder.profile, state.name, state.version + 1, rank):
+                wanted, rank = trainer.config.run.profile, trainer.control.rank
+                with profiled(wanted, trainer.run_folder.profile, state.name, state.version + 1, rank):
                     train_step(trainer, state, packed)
             case w.Finish():
                 join_last(trainer, state)

@@ -205,8 +205,15 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
 def profiled_steps(config: Config, facts: Facts) -> Iterator[Finding]:
     """An adapter of a client has no number of steps; those that join bring theirs."""
     last = max((adapter.steps or config.run.steps for adapter in config.adapters), default=0)
-    if config.service is None and (beyond := max(config.run.profile, default=0)) > last:
-        yield Finding("run.profile", f"{beyond} is after the last step, {last}", f"give steps from 1 to {last}")
+    profile, ranks = config.run.profile, config.trainer.world_size
+    if profile is None:
+        return
+    if config.service is None and max(profile.steps) > last:
+        reason = f"{max(profile.steps)} is after the last step, {last}"
+        yield Finding("run.profile.steps", reason, f"give steps from 1 to {last}")
+    if max(profile.ranks) >= ranks:
+        reason = f"{max(profile.ranks)} is no rank of {ranks}"
+        yield Finding("run.profile.ranks", reason, f"give ranks from 0 to {ranks - 1}")
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:

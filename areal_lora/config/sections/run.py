@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegFloat, NonNegInt, PositiveInt, Section
@@ -12,7 +12,20 @@ from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
+
+class ProfileConfig(Section):
+    """Traces of training steps by torch's profiler, in `profile/` of the run folder."""
+
+    steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
+    ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
+
+
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
+
+
+def _off(value: object) -> object:
+    """YAML reads a plain `off` as false."""
+    return "off" if value is False else value
 
 
 class RunConfig(Section):
@@ -28,8 +41,7 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     keep_rollouts_mib: NonNegInt = 1024
     """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
-    profile: list[PositiveInt] = Field([])
-    """Steps of each adapter, from 1 as on the console, of which every trainer rank writes a trace."""
+    profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
     page: bool = Field(False, description="Serve the page of the run (`areal-lora page`) while it works.")
@@ -88,6 +100,13 @@ class TrainerConfig(Section):
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
 
+class BehaviourConfig(Section):
+    """How the trainer's passes follow the policy that sampled."""
+
+    router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
+    """`rollout`: the trainer's passes use the experts that servers used for each token."""
+
+
 class RemoteConfig(Section):
     host: str = "127.0.0.1"
     """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
@@ -112,8 +131,6 @@ class RolloutConfig(Section):
     """At a publish, sequences finish on their version, or continue on the newest one."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
-    router_replay: bool = False
-    """The trainer's passes use the experts that servers used for each token."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_adapters: PositiveInt | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""

@@ -47,7 +47,6 @@ class ServedModel(Section):
 
 
 _REMOVED = {
-    "behaviour": "rollout.router_replay",
     "trainer.threads": "cluster.threads",
     "rollout.threads": "cluster.threads",
     "weight_sync.wire_dtype": "model.dtype: versions are sent in it",
@@ -55,7 +54,6 @@ _REMOVED = {
     "api.quota": "areal-lora adapters keys --quota for a tenant",
     "algorithm.ratio": "behaviour_correction: in_ratio for rollout",
     "algorithm.critic_rank": "rank: the critic has it, too",
-    "workflow.servers": "workflow.env, which is the list of servers",
     "task.format": "a data set: word_problems has no format",
     "reward.weight": "reward_weights of the adapter, a list",
     "reward.name": "no name: metrics have the function's or the kind",

@@ -62,5 +62,5 @@ def follow_routes(router: Any, active: ActiveAdapters, layer: int, n: int) -> No
 def refused(name: str) -> ConfigError:
     """Of a model or a part of it."""
     return ConfigError(
-        "model.path", f"{name} does not choose experts in a way that replays", "set rollout.router_replay=false"
+        "model.path", f"{name} does not choose experts in a way that replays", "set behaviour.router_replay to off"
     )

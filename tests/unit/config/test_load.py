@@ -235,7 +235,14 @@ def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps
 
 
 @pytest.mark.parametrize(
-    "keys", ["{kind: mcp}", "{kind: gym}", "{kind: mcp, env: a}", "{kind: gym, env: [a]}", "{kind: mcp, env: []}"]
+    "keys",
+    [
+        "{kind: mcp}",
+        "{kind: gym}",
+        "{kind: mcp, env: a}",
+        "{kind: gym, env: a, servers: [b]}",
+        "{kind: openenv, env: a}",
+    ],
 )
 def test_an_environment_is_named_as_its_kind_needs_it(tmp_path: Path, keys: str) -> None:
     (tmp_path / "more.yaml").write_text(f"adapters: [{{workflow: {keys}}}]")

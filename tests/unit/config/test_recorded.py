@@ -9,7 +9,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.recorded import read_config
-from areal_lora.config.sections.task import JudgeReward, WorkerWorkflowConfig
+from areal_lora.config.sections.task import JudgeReward
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
@@ -30,12 +30,8 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     data = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]).model_dump(
         mode="json"
     )
-    data["behaviour"], data["trainer"]["threads"] = {"router_replay": "rollout"}, 3
-    del data["cluster"]["threads"]
-    data["run"]["profile"] = {"steps": [2, 3], "ranks": [1]}
     [adapter] = data["adapters"]
     adapter["algorithm"] |= {"ratio": "rollout", "behaviour_correction": "none"}
-    adapter["workflow"] = {"kind": "mcp", "env": None, "servers": ["python tools.py"]}
     judge = {"kind": "judge", "url": "http://127.0.0.1/v1", "model": "m", "prompt": "Grade {completion}."}
     gone = {"system_prompt": "Be fair.", "json_field": "score", "timeout_s": 9.0, "workers": 2, "weight": 0.5}
     adapter["reward"] = judge | gone
@@ -43,10 +39,7 @@ def test_keys_that_have_another_name_keep_their_meaning(tmp_path: Path) -> None:
     folder.config.write_text(json.dumps(data))
     config = read_config(folder)
     [adapter] = config.adapters
-    assert (config.rollout.router_replay, config.cluster.threads) == (True, 3)
-    assert (config.run.profile, adapter.algorithm.behaviour_correction) == ([2, 3], "in_ratio")
-    assert isinstance(adapter.workflow, WorkerWorkflowConfig)
-    assert adapter.workflow.env == ["python tools.py"]
+    assert adapter.algorithm.behaviour_correction == "in_ratio"
     assert adapter.reward_weights == [0.5]
     [reward] = adapter.rewards
     assert isinstance(reward, JudgeReward)

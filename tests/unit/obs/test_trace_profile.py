@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
+from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.obs.trace import Spans, profiled
 
-WANTED = (2, 4)
+WANTED = ProfileConfig(steps=[2, 4], ranks=[1])
 
 
 def step() -> None:
@@ -32,9 +33,11 @@ def test_a_trace_has_operators_inside_the_spans_of_the_step(tmp_path: Path) -> N
         assert times[outer][0] <= times[inner][0] <= times[inner][1] <= times[outer][1], (inner, outer)
 
 
-@pytest.mark.parametrize(("steps", "number"), [((), 2), (WANTED, 3)])
-def test_other_steps_write_nothing(tmp_path: Path, steps: tuple[int, ...], number: int) -> None:
-    with profiled(steps, tmp_path / "profile", "math", number, 1):
+@pytest.mark.parametrize(("config", "number", "rank"), [(None, 2, 1), (WANTED, 3, 1), (WANTED, 2, 0)])
+def test_other_steps_and_ranks_write_nothing(
+    tmp_path: Path, config: ProfileConfig | None, number: int, rank: int
+) -> None:
+    with profiled(config, tmp_path / "profile", "math", number, rank):
         step()
     assert not [*tmp_path.iterdir()]
 

@@ -55,7 +55,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "gym", "env": "a:b"}}, "workflow.env"),
         ({"workflow": {"kind": "gym", "env": CODE, "python": "/bin/sh"}}, "workflow.python"),
         ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),
-        ({"workflow": {"kind": "mcp", "env": ["sh -c true"]}}, "workflow.env.0"),
+        ({"workflow": {"kind": "mcp", "servers": ["sh -c true"]}}, "workflow.servers.0"),
         (rows("own.jsonl", keep="a:b"), "task.keep"),
         (
             {"evals": [{"name": "x", "task": {"kind": "dataset", "eval": "own.jsonl", "keep": "a:b"}}]},

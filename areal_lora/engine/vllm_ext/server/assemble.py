@@ -92,7 +92,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
     extra: dict[str, Any] = {}
-    replays = config.rollout.router_replay
+    replays = config.behaviour.router_replay == "rollout"
     if replays and not on_cpu:
         extra["enable_return_routed_experts"] = True
     if on_cpu:
@@ -222,7 +222,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
     )
     host = own_place(config.cluster, run_folder).address
-    replays = config.rollout.router_replay
+    replays = config.behaviour.router_replay == "rollout"
     shape = read_shape(Path(config.model.folder)) if replays else None
     data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers), shape)
     data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))

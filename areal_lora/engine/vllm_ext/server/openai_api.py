@@ -6,7 +6,7 @@ version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs 
 the prompt in front of all of them; its first token has the score 0 and no others. With ``max_tokens`` 0 there is the
 prompt alone, which may be as long as the context.
 ``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
-``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``. With ``rollout.router_replay`` they have
+``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``. With ``behaviour.router_replay`` they have
 routes, and the first choice of a prompt ``prompt_routes``, unless it is a stream or its version is pinned.
 ``structured_outputs``: the text is JSON of a schema. Log-probabilities are those under
 the grammar. The whole answer comes from one version, under any in-flight policy.

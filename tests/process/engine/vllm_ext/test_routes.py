@@ -35,7 +35,7 @@ MARGIN = 1e-3
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("routes") / "run"
-    process = start(folder, tiny_model, router_replay=True, in_flight="interrupt", max_staleness=1)
+    process = start(folder, tiny_model, router_replay="rollout", in_flight="interrupt", max_staleness=1)
     try:
         running = connect(folder, tiny_model, process)
         yield running

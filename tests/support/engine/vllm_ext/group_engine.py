@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-REPLAYS = ["rollout.router_replay=true"]
+REPLAYS = ["behaviour.router_replay=rollout"]
 N, NEW_TOKENS = 4, 12
 FREE_BLOCKS = (400, 40)  # of the KV cache in a busy engine: enough for all, and so few that requests are preempted
 LENGTHS = (9, 32, 33, 64, 70)  # of prompts: shorter than a block of 32, whole blocks, one more, between

@@ -345,6 +345,7 @@ def start(
     further: Sequence[Mapping[str, Any]] = (),
     differing: Mapping[str, Any] | None = None,
     dtype: str = "float32",
+    router_replay: str = "off",
     **rollout: Any,
 ) -> Fork | subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
@@ -359,6 +360,7 @@ def start(
             "adapters": [ADAPTER | dict(differing or {}), *(ADAPTER | dict(other) for other in further)],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
+            "behaviour": {"router_replay": router_replay},
             "weight_sync": {"timeout_s": 150.0},
             "cluster": {"device": "cpu", "devices_per_node": 2},
         }

@@ -8,6 +8,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
+from areal_lora.errors import ConfigError
 from areal_lora.families.shape import read_hf_config
 from tests.support.paths import EXAMPLES
 
@@ -91,11 +92,11 @@ def test_an_argument_of_the_engine_that_another_key_decides_is_named() -> None:
     assert "rollout.engine_args.quantization" in merged("rollout.engine_args.quantization=fp8")
 
 
-def replayed(*overrides: str, value: str = "true", **hf: object) -> str:
-    """What is wrong with ``rollout.router_replay``."""
-    config = load_config(FILES, [f"rollout.router_replay={value}", *overrides])
+def replayed(*overrides: str, value: str = "rollout", **hf: object) -> str:
+    """What is wrong with ``behaviour.router_replay``."""
+    config = load_config(FILES, [f"behaviour.router_replay={value}", *overrides])
     facts = Facts(hf_config=read_hf_config(EXAMPLES / "tiny_model") | hf)
-    return "; ".join(f"{f.reason}: {f.fix}" for f in check(config, facts) if f.path == "rollout.router_replay")
+    return "; ".join(f"{f.reason}: {f.fix}" for f in check(config, facts) if f.path == "behaviour.router_replay")
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,11 @@ def test_routes_are_replayed_where_servers_return_them(
     assert replayed() == ""
     assert replayed("adapters.gsm8k.sft.steps=1") == ""
     assert reason in replayed(*overrides, **hf)
-    assert replayed(*overrides, value="false", **hf) == ""
+    assert replayed(*overrides, value="off", **hf) == ""
+
+
+def test_yaml_reads_a_plain_off_as_false() -> None:
+    assert load_config(FILES, ["behaviour.router_replay=off"]).behaviour.router_replay == "off"
+    assert load_config(FILES, ["behaviour.router_replay='off'"]).behaviour.router_replay == "off"
+    with pytest.raises(ConfigError, match=r"behaviour\.router_replay"):
+        load_config(FILES, ["behaviour.router_replay=on"])

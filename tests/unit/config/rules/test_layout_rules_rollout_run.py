@@ -43,9 +43,10 @@ def test_just_inside() -> None:
 @pytest.mark.parametrize(
     ("overrides", "refused"),
     [
-        (["run.profile=[1, 40]"], {}),
-        (["run.profile=[41, 3]"], {"run.profile": "41 is after the last step, 40"}),
-        (["run.profile=[41]", "adapters.0.steps=41"], {}),
+        (["run.profile={steps: [1, 40]}"], {}),
+        (["run.profile={steps: [41, 3]}"], {"run.profile.steps": "41 is after the last step, 40"}),
+        (["run.profile={steps: [41]}", "adapters.0.steps=41"], {}),
+        (["run.profile={steps: [3], ranks: [0, 2]}"], {"run.profile.ranks": "2 is no rank of 2"}),
     ],
 )
 def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) -> None:
@@ -54,10 +55,10 @@ def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) 
     assert {f.path: f.reason for f in findings if f.path.startswith("run.profile")} == refused
 
 
-@pytest.mark.parametrize("steps", ["[0]", "{steps: [1]}"])
-def test_a_profile_of_step_0_is_refused(steps: str) -> None:
+@pytest.mark.parametrize("overrides", ["{steps: []}", "{steps: [0]}", "{steps: [1], ranks: [-1]}", "{}"])
+def test_a_profile_without_steps_or_of_step_0_is_refused(overrides: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.profile"):
-        load_config(FILES, [f"run.profile={steps}"])
+        load_config(FILES, [f"run.profile={overrides}"])
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 5.0, 20.0, 30.0, 300.0, 3000.0])

@@ -62,5 +62,5 @@ def test_servers_return_routes_where_the_trainer_replays_them() -> None:
     assert args_of("behaviour.router_replay=rollout").additional_config == {cpu_scheduler.ROUTES: True}
     assert args_of().additional_config == {cpu_scheduler.ROUTES: False}
     for device in ("cpu", "cuda"):
-        on_device = args_of(f"cluster.device={device}", "rollout.router_replay=true", "rollout.kv_cache_gib=1")
+        on_device = args_of(f"cluster.device={device}", "behaviour.router_replay=rollout", "rollout.kv_cache_gib=1")
         assert on_device.enable_return_routed_experts == (device == "cuda")
