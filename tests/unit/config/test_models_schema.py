@@ -18,12 +18,7 @@ SHIPPED = ROOT / "examples" / "schema.json"
 FILES = sorted((ROOT / "examples").glob("*/*.yaml"))
 SCHEMA = json.loads(json_schema())
 
-MAX_KEYS = 288
-"""250 and what no default can choose: `trainer.cp`, `trainer.fsdp_shard`, `checkpoint.max_behind` by model, network and
-disk, `run.profile` with its steps and ranks, `run.trackers`, `run.page`, `run.keep_rollouts_mib`, `rollout.remote`
-with host, port and certificate, environments of others: kind, `env`, `args`, `servers`, `python`, `workers`, parser;
-`behaviour.router_replay` and its section; `algorithm.reference` with url, model and key of a teacher, the reward
-`model`."""
+MAX_KEYS = 256
 
 
 def problems(data: Any) -> list[str]:

@@ -50,7 +50,7 @@ TARGETS = {
     "experts": ("linear_fc1", "linear_fc2"),
 }
 NIGHTLY = bool(os.environ.get("AREAL_LORA_NIGHTLY"))
-ROUNDS, CYCLES = (40, 1000) if NIGHTLY else (6, 50)
+ROUNDS, CYCLES = (40, 1000) if NIGHTLY else (6, 100)
 
 
 class Tenants:
