@@ -18,7 +18,7 @@ from rich.text import Text
 
 from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, open_run, run_names
 from areal_lora.cli.serve import ServingEndpoint, served
-from areal_lora.config.models import AdapterConfig, Config, EndpointWorkflow
+from areal_lora.config.models import AdapterConfig, Config, WorkerWorkflowConfig
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
@@ -87,7 +87,7 @@ async def _measured(
         client = await stack.enter_async_context(CompletionClient(router, ""))  # loopback, without a key
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, folder.path))
         sessions = Sessions()
-        if any(isinstance(each.workflow, EndpointWorkflow) for each in sets):
+        if any(isinstance(each.workflow, WorkerWorkflowConfig) for each in sets):
             sessions = await stack.enter_async_context(agent_gateway())
         workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
         places = EvalPlaces(config.rollout.max_num_seqs)

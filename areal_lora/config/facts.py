@@ -252,17 +252,14 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
     match adapter.workflow:
         case models.MultiTurnWorkflowConfig(environment=environment):
             yield f"{at}workflow.environment", environment
-        case models.CustomWorkflowConfig(path=path) | models.AgentWorkflowConfig(path=path):
+        case models.CustomWorkflowConfig(path=path):
             yield f"{at}workflow.path", path
-        case models.WorkerWorkflowConfig(kind=kind, env=env, args=args, servers=servers):
-            settings = json.dumps(args) if kind == "verifiers" and args else None  # they may name code
-            yield from ((f"{at}workflow.{key}", text) for key, text in (("env", env), ("args", settings)) if text)
-            yield from ((f"{at}workflow.servers.{i}", server) for i, server in enumerate(servers))
-    if isinstance(adapter.workflow, models.EndpointWorkflow):
-        if adapter.workflow.python:
-            yield f"{at}workflow.python", adapter.workflow.python
-        if (parser := adapter.workflow.tool_parser) and not parser.isidentifier():
-            yield f"{at}workflow.tool_parser", parser
+        case models.WorkerWorkflowConfig() as chosen:
+            settings = json.dumps(chosen.args) if chosen.kind == "verifiers" and chosen.args else None  # may name code
+            parser = None if chosen.tool_parser and chosen.tool_parser.isidentifier() else chosen.tool_parser
+            texts = {"path": chosen.path, "env": chosen.env, "args": settings, "python": chosen.python}
+            texts |= {f"servers.{i}": server for i, server in enumerate(chosen.servers)} | {"tool_parser": parser}
+            yield from ((f"{at}workflow.{key}", text) for key, text in texts.items() if text)
 
 
 def _code_problems(config: models.Config) -> Iterator[ConfigError]:
@@ -276,7 +273,7 @@ def _code_problems(config: models.Config) -> Iterator[ConfigError]:
         for key, text in named_code(adapter, at):
             if key.endswith(".tool_parser") and ":" not in text:
                 continue  # one of vLLM's
-            if isinstance(adapter.workflow, models.EndpointWorkflow) and ".py:" not in text and ".workflow." in key:
+            if isinstance(adapter.workflow, models.WorkerWorkflowConfig) and ".py:" not in text and ".workflow." in key:
                 checked = (".tool_parser",) if adapter.workflow.python else (".tool_parser", ".path")
                 if not key.endswith(checked):
                     continue  # of another interpreter, or no code

@@ -27,10 +27,8 @@ from areal_lora.config.sections.run import (
 )
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import (
-    AgentWorkflowConfig,
     ClientWorkflowConfig,
     CustomWorkflowConfig,
-    EndpointWorkflow,
     MultiTurnWorkflowConfig,
     SingleTurnWorkflowConfig,
     WorkerWorkflowConfig,
@@ -40,8 +38,8 @@ from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
 __all__ = [
-    "AdapterConfig", "AgentWorkflowConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
-    "ClusterConfig", "Config", "CustomWorkflowConfig", "EndpointWorkflow", "EvalConfig", "ModelConfig",
+    "AdapterConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
+    "ClusterConfig", "Config", "CustomWorkflowConfig", "EvalConfig", "ModelConfig",
     "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
     "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig",
     "WorkflowConfig",

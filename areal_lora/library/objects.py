@@ -24,6 +24,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from areal_lora.config import models
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.errors import ConfigError
@@ -256,15 +258,6 @@ def _travel(what: str, value: Any) -> tuple[str, str | None]:
 _SEARCHED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
 
 
-_WORKFLOWS: Mapping[
-    str, tuple[type[models.MultiTurnWorkflowConfig | models.CustomWorkflowConfig | models.AgentWorkflowConfig], str]
-] = {
-    ENVIRONMENT: (models.MultiTurnWorkflowConfig, "environment"),
-    WORKFLOW: (models.CustomWorkflowConfig, "path"),
-    AGENT: (models.AgentWorkflowConfig, "path"),
-}
-
-
 def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.AdapterConfig:
     """A reward replaces all. Keys of the first one remain if it names a function itself."""
     update: dict[str, object] = {}
@@ -274,7 +267,9 @@ def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.Ada
             settings = old.model_dump() if isinstance(old, FunctionReward) else {}
             update |= {"reward": FunctionReward.model_validate(settings | {"path": path}), "reward_weights": []}
         else:
-            kind, key = _WORKFLOWS[what]
-            settings = adapter.workflow.model_dump() if isinstance(adapter.workflow, kind) else {}
-            update["workflow"] = kind.model_validate(settings | {key: path})
+            given = {key: path if value == _GIVEN else value for key, value in _SECTIONS[what][1].items()}
+            settings = adapter.workflow.model_dump() if adapter.workflow.kind == given["kind"] else {}
+            update["workflow"] = TypeAdapter[models.WorkflowConfig](models.WorkflowConfig).validate_python(
+                settings | given
+            )
     return adapter.model_copy(update=update)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.task import AgentWorkflowConfig, EndpointWorkflow
+from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.errors import ConfigError, undo_on_error
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
@@ -72,7 +72,7 @@ class EnvironmentWorkers:
 
     def __init__(self, chosen: Section) -> None:
         self._workers = list[_Worker]()
-        if isinstance(chosen, EndpointWorkflow):
+        if isinstance(chosen, WorkerWorkflowConfig):
             self._workers += (_Worker(chosen) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
@@ -96,9 +96,9 @@ class EnvironmentWorkers:
 class _Worker:
     """One process, and the next one after its end. ``_results`` are by the number of a sample that runs in it."""
 
-    def __init__(self, chosen: EndpointWorkflow) -> None:
+    def __init__(self, chosen: WorkerWorkflowConfig) -> None:
         self._chosen = chosen
-        self._fault = FaultKind.AGENT if isinstance(chosen, AgentWorkflowConfig) else FaultKind.ENVIRONMENT
+        self._fault = FaultKind.AGENT if chosen.kind == "agent" else FaultKind.ENVIRONMENT
         self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)

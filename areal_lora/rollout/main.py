@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.models import AdapterConfig, Config, EndpointWorkflow, SingleTurnWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig, WorkerWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
@@ -220,7 +220,7 @@ async def serve(
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
-        if config.service or any(isinstance(part.config.workflow, EndpointWorkflow) for part in data):
+        if config.service or any(isinstance(part.config.workflow, WorkerWorkflowConfig) for part in data):
             sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)

@@ -74,7 +74,7 @@ def build_workflow(
             )
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
-        case config.EndpointWorkflow():
+        case config.WorkerWorkflowConfig():
             assert workers is not None
             return AgentWorkflow(
                 context=context,

@@ -102,7 +102,7 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
     rewards, workflow = sections.reward_keys("", adapter.reward), adapter.workflow
     for key, found, most in (
         ("reward", sum(reward.workers for _, reward in rewards), quota.workers),
-        ("workflow", workflow.workers if isinstance(workflow, sections.EndpointWorkflow) else 0, quota.workers),
+        ("workflow", workflow.workers if isinstance(workflow, sections.WorkerWorkflowConfig) else 0, quota.workers),
         ("sampling", adapter.sampling.prompts_per_step * adapter.sampling.n_samples, quota.sequences),
         ("evals", max((each.n_samples for each in adapter.evals), default=0), quota.sequences),
     ):

@@ -10,13 +10,7 @@ import yaml
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import (
-    AgentWorkflowConfig,
-    CustomWorkflowConfig,
-    MultiTurnWorkflowConfig,
-    WorkerWorkflowConfig,
-    WorkflowConfig,
-)
+from areal_lora.config.models import CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import agent_gateway
@@ -67,7 +61,7 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
         (tmp_path / f"block{i}.py").write_text(block)
     chosen: list[WorkflowConfig] = [
         MultiTurnWorkflowConfig(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
-        AgentWorkflowConfig(path=f"{tmp_path}/block1.py:agent"),
+        WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/block1.py:agent"),
         CustomWorkflowConfig(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
     ]
     rewards = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AgentWorkflowConfig, Config, ServiceConfig
+from areal_lora.config.models import Config, ServiceConfig, WorkerWorkflowConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.support import Combination, Need
@@ -74,7 +74,7 @@ def config_of(c: Combination) -> Config:
     elif c.layout != "none":
         changes["expert_layout"] = ExpertLayout(c.layout)
     if "an agent" in c.needs:
-        changes["workflow"] = AgentWorkflowConfig(path="agents.py:agent")
+        changes["workflow"] = WorkerWorkflowConfig(kind="agent", path="agents.py:agent")
     adapter = config.adapters[0].model_copy(update=changes)
     service = ServiceConfig() if "a service" in c.needs else None
     twins = [adapter, adapter.model_copy(update={"name": "twin"})] if "several adapters" in c.needs else [adapter]

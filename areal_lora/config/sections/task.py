@@ -120,35 +120,27 @@ class CustomWorkflowConfig(Section):
     arguments: Arguments = Field({}, description="Keyword arguments of the factory.")
 
 
-class EndpointWorkflow(Section):
-    """Settings of workflows whose code calls the OpenAI endpoint, in worker processes."""
+class WorkerWorkflowConfig(Section):
+    """Code that calls the OpenAI endpoint, in worker processes: an agent, or an environment of others."""
 
+    kind: Literal["agent", "verifiers", "gym", "mcp", "openenv"] = "agent"
+    path: str | None = None
+    """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
+    endpoint in `task` with the key in `task`."""
+    env: str | None = Field(None, description="Taskset (`verifiers`), `file.py:Class` (`gym`), or URL (`openenv`).")
+    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of the class or of `reset`.")
+    servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
     tool_parser: str | None = None
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
     workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
 
-
-class AgentWorkflowConfig(EndpointWorkflow):
-    kind: Literal["agent"] = "agent"
-    path: str
-    """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
-    endpoint in `task` with the key in `task`."""
-
-
-class WorkerWorkflowConfig(EndpointWorkflow):
-    """An environment of others."""
-
-    kind: Literal["verifiers", "gym", "mcp", "openenv"] = "verifiers"
-    env: str | None = Field(None, description="Taskset (`verifiers`), `file.py:Class` (`gym`), or URL (`openenv`).")
-    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of the class or of `reset`.")
-    servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
-
     @model_validator(mode="after")
-    def _names_its_environment(self) -> Self:
-        needed, other = ("servers", "env") if self.kind == "mcp" else ("env", "servers")
-        if not getattr(self, needed) or getattr(self, other):
-            raise ValueError(f"kind {self.kind} needs {needed} and takes no {other}: set {needed} alone")
+    def _names_its_code(self) -> Self:
+        needed = {"agent": "path", "mcp": "servers"}.get(self.kind, "env")
+        given = [key for key in ("path", "env", "servers") if getattr(self, key)]
+        if given != [needed]:
+            raise ValueError(f"kind {self.kind} needs {needed}, and no other of path, env and servers: set it alone")
         if self.kind == "openenv" and not str(self.env).startswith(("http://", "https://")):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
         return self
@@ -164,7 +156,6 @@ WorkflowConfig = Annotated[
     SingleTurnWorkflowConfig
     | MultiTurnWorkflowConfig
     | CustomWorkflowConfig
-    | AgentWorkflowConfig
     | WorkerWorkflowConfig
     | SkipJsonSchema[ClientWorkflowConfig],
     Field(discriminator="kind"),

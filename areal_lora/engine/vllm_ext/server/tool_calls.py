@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
-from areal_lora.config.models import Config, EndpointWorkflow
+from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
@@ -54,7 +54,7 @@ class ToolCallParsers:
 
 def configured_parsers(config: Config) -> list[str]:
     """Names of the parsers that the agents of a run need."""
-    workflows = [a.workflow for a in config.adapters if isinstance(a.workflow, EndpointWorkflow)]
+    workflows = [a.workflow for a in config.adapters if isinstance(a.workflow, WorkerWorkflowConfig)]
     return sorted({w.tool_parser for w in workflows if w.tool_parser is not None})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
+from areal_lora.config.models import MultiTurnWorkflowConfig, WorkerWorkflowConfig
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
@@ -293,7 +293,9 @@ def test_a_run_with_agents_whose_samples_are_several_trajectories(
     controller: Callable[..., Running], tmp_path: Path
 ) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
-    run = controller(FakeServer(), workflow=AgentWorkflowConfig(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    run = controller(
+        FakeServer(), workflow=WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/agent.py:agent"), eta=0
+    )
     assert set(run.endpoint.ports) == {"control", "agents"}
     for step in range(2):
         run.activate(step)
@@ -316,7 +318,9 @@ def test_an_agents_server_that_starts_late_costs_no_group(
     asks = f"    import urllib.request\n    urllib.request.urlopen('http://127.0.0.1:{port}', timeout=120)\n"
     head, _, body = AGENT.partition("):\n")
     (tmp_path / "agent.py").write_text(f"{head}):\n{asks}{body}")
-    run = controller(FakeServer(), workflow=AgentWorkflowConfig(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    run = controller(
+        FakeServer(), workflow=WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/agent.py:agent"), eta=0
+    )
     run.activate(0)
     wait_until(lambda: run.stats(NAME).retried.get("agent", 0) > 16 * 4)
     assert run.stats(NAME).dropped == {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
+from areal_lora.config.models import MultiTurnWorkflowConfig, WorkerWorkflowConfig
 from areal_lora.rollout.channel.channel_messages import EvalSetResult, NotReady, StepRequest
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
@@ -116,7 +116,9 @@ def test_an_agent_is_evaluated_as_an_agent_at_the_sets_temperature(controller: S
     (tmp_path / "agent.py").write_text(AGENT.replace("BROKEN", repr(ORDER[3])))
     server = FakeServer(answer=lambda prompt, _: ([65, 2], "yes" if sum(prompt[-40:]) % 2 else "no"))
     sets = [{"name": "agent", "n": 8, "temperature": 0.5, "n_samples": 2}]
-    run = controller(server, workflow=AgentWorkflowConfig(path=f"{tmp_path}/agent.py:agent"), evals=sets, eta=0)
+    run = controller(
+        server, workflow=WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/agent.py:agent"), evals=sets, eta=0
+    )
     run.activate(0)
     (found,) = evaluate(run)
     right = [sum(map(ord, prompt[-40:])) % 2 for i, prompt in enumerate(ORDER[:8]) if i != 3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.models import AgentWorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from tests.support.lazy import Lazy
@@ -22,7 +22,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 def test_the_configured_parsers_are_those_of_the_agents() -> None:
     config = make_config()
     assert tool_calls.configured_parsers(config) == []
-    agent = AgentWorkflowConfig(path="a.py:agent", tool_parser="hermes")
+    agent = WorkerWorkflowConfig(kind="agent", path="a.py:agent", tool_parser="hermes")
     adapters = [config.adapters[0].model_copy(update={"workflow": agent})] * 2
     assert tool_calls.configured_parsers(config.model_copy(update={"adapters": adapters})) == ["hermes"]
 
