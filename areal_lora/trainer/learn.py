@@ -38,7 +38,7 @@ class LearnReport:
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, and ``own_choice`` [T] fp32
-    with the experts of its own routers; None where they were not measured.
+    with the experts of its own routers, of which the routes differ in ``flips``; None where they were not measured.
     """
 
     sums: dict[str, float]
@@ -48,6 +48,7 @@ class LearnReport:
     entropies: Tensor | None = None
     logprobs: Tensor | None = None
     own_choice: Tensor | None = None
+    flips: float | None = None
 
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
@@ -160,9 +161,9 @@ def learn(
     totals: Counter[str] = Counter()
     skipped: list[float] = []
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
-    own_choice, scores, before = None, None, batch.prox_logprobs
+    own_choice, flips, scores, before = None, None, None, batch.prox_logprobs
     if batch.routes is not None and version % OWN_CHOICE_STEPS == 0:
-        own_choice = engine.logprobs(replace(batch, routes=None), adapter=adapter.name, temperature=temperature)
+        own_choice, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
     if need_entropy or (before is None and adapter.config.minibatches == 1):
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
     start = 0
@@ -205,6 +206,7 @@ def learn(
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         own_choice=own_choice,
+        flips=flips,
     )
 
 

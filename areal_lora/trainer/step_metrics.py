@@ -121,7 +121,7 @@ def of_learning(report: LearnReport) -> Metrics:
         "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
         "train/mismatch_fresh": _mismatch(report, "fresh"),
         "train/mismatch_stale": _mismatch(report, "stale"),
-        "train/router_flips": report.mean("router_flips", "routed_choices"),
+        "train/router_flips": report.flips,
         "train/kl": report.per_sampled_token("kl"),
         "train/entropy": report.per_token("entropy"),
         "train/value_loss": report.mean("value_loss", "value_tokens"),

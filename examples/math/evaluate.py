@@ -17,8 +17,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lora.config.models import AdapterConfig
 from areal_lora.config.recorded import adapter_named, read_config
-from areal_lora.config.sections.task import RewardConfig
 from areal_lora.data.prompts import Formatter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
@@ -56,7 +56,7 @@ def main() -> None:
             output = model.generate(**inputs, max_new_tokens=adapter.sampling.max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         items += [ScoreItem.of(s, answer) for answer, s in zip(answers, chunk, strict=True)]
-    scores = asyncio.run(score(adapter.rewards, items))
+    scores = asyncio.run(score(adapter, items))
     figures = estimate([[Answer(text=i.completion, score=s)] for i, s in zip(items, scores, strict=True)], "")
     if figures.accuracy is not None:
         print(f"accuracy: {figures.accuracy:.4f} over {len(items)} problems")
@@ -66,8 +66,8 @@ def main() -> None:
     print(f"left out, prompt too long: {len(samples) - len(fitting)}")
 
 
-async def score(rewards: list[RewardConfig], items: list[ScoreItem]) -> list[Score]:
-    async with RewardSum(rewards) as pool:
+async def score(adapter: AdapterConfig, items: list[ScoreItem]) -> list[Score]:
+    async with RewardSum(adapter.rewards, adapter.reward_weights) as pool:
         return await pool.score(items)
 
 

@@ -61,11 +61,9 @@ class Compute(Protocol):
 
         Returns which ranks share them. Raises UnknownTensorError for a layer that the model lacks on this rank.
         """
-        ...
 
     def detach(self, name: str) -> None:
         """Forget an attached adapter (not collective)."""
-        ...
 
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.BatchJudge, *, train: bool
@@ -74,7 +72,6 @@ class Compute(Protocol):
 
         ``train``: the gradients of what ``judge`` returns are accumulated.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +190,11 @@ class AdapterEngine:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
         return self._scores(replace(batch, adapters=(adapter or "",) * batch.n_sequences), Readout(temperature))
 
+    def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[Tensor, float | None]:
+        """As `logprobs` with the experts that the routers choose, and the share of the routes that differ from them."""
+        with self._model.active.comparing():
+            return self.logprobs(batch, adapter=adapter, temperature=temperature), self._model.active.flipped_share()
+
     def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
         """As `logprobs`, of each sequence by the adapter that it names. None of several may have a value head."""
         return self._scores(batch, Readout())
@@ -251,19 +253,18 @@ class AdapterEngine:
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
-        layout = self._sharded.layout
         if scores is not None:
-            scores.copy_(micro.gather_scores(batch, plans, results, layout, whole=True, columns=scores.shape[1:]))
-        return micro.with_flips(micro.sum_over_ranks(sums, layout.reporting()), batch, self._model.active.flips)
+            columns = scores.shape[1:]
+            scores.copy_(micro.gather_scores(batch, plans, results, self._sharded.layout, whole=True, columns=columns))
+        return micro.sum_over_ranks(sums, self._sharded.layout.reporting())
 
     def parts(self, batch: TrainBatch, minibatches: int) -> tuple[np.ndarray, list[int]]:
         """The sequences [P, N] bool whose token columns passes over ``batch`` need, and each rank's number (below P).
 
         Not collective, equal on all ranks; the columns are not read.
         """
-        layout = self._sharded.layout
-        held = micro.parts_of(batch, minibatches, layout, self._trainer.max_tokens_per_microbatch)
-        return held, [layout.dp_rank(rank) for rank in range(self.world_size)]
+        held = micro.parts_of(batch, minibatches, self._sharded.layout, self._trainer.max_tokens_per_microbatch)
+        return held, [self._sharded.layout.dp_rank(rank) for rank in range(self.world_size)]
 
     def _run(
         self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout
@@ -406,6 +407,5 @@ def _check_targets(model: ShardedModel, spec: AdapterSpec) -> None:
     for target in spec.target_modules:
         if not any(key.covered([target]) for key in sites):
             known = ", ".join(dict.fromkeys(f"{key.scope}.{key.linear}" for key in sites))
-            raise ConfigError(
-                "adapters.target_modules", f"{target!r} matches no layer of this model", f"it has {known}"
-            )
+            reason = f"{target!r} matches no layer of this model"
+            raise ConfigError("adapters.target_modules", reason, f"it has {known}")

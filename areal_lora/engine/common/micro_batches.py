@@ -182,21 +182,6 @@ def sum_over_ranks(sums: Mapping[str, Mapping[str, float]], reporting: Collectio
     return {name: dict(zip(names, row, strict=True)) for name, row in zip(sums, values.tolist(), strict=True)}
 
 
-def with_flips(
-    sums: dict[str, dict[str, float]], batch: TrainBatch, flips: Tensor | None
-) -> dict[str, dict[str, float]]:
-    """Of a ``batch`` with routes each adapter's sums with the `ActiveAdapters.flips` of all. Collective.
-
-    ``routed_choices`` are pairs (token, layer) with a route, ``router_flips`` those whose router chooses other experts.
-    """
-    if batch.routes is None:
-        return sums
-    counts = torch.zeros(2, dtype=torch.int64) if flips is None else flips.cpu()
-    dist.all_reduce(counts)
-    different, every = counts.tolist()
-    return {name: {**own, "router_flips": different, "routed_choices": every} for name, own in sums.items()}
-
-
 def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
     text = "\n".join(names).encode()
     size = torch.tensor([len(text)], dtype=torch.int64)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.platforms.device import upload
@@ -157,6 +158,7 @@ class ActiveAdapters:
     def __init__(self, used: Mapping[str, Dropout | None] | None = None) -> None:
         self.tokens: PackedTokens | None = None
         self.flips: Tensor | None = None
+        self.compares = False
         self._use(used or {})
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
@@ -190,14 +192,30 @@ class ActiveAdapters:
         """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
         return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[:, layer]
 
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Routers choose, and the routes of the tokens are compared with that (`count_flips`)."""
+        self.compares = True
+        try:
+            yield
+        finally:
+            self.compares = False
+
     def count_flips(self, own: Tensor, routes: Tensor) -> None:
         """Add to ``flips``, on the device: pairs (token, layer) whose ``routes`` [t, K] name other experts than the
-        router's ``own`` [t, K], and all pairs with routes. Since the start of `using`; a recomputed layer counts twice.
+        router's ``own`` [t, K], and all pairs with routes. Since the start of `using`.
         """
         known = routes[:, 0] >= 0
         same = (own[:, :, None] == routes[:, None]).any(2).all(1)
         counts = torch.stack([(known & ~same).sum(), known.sum()])
         self.flips = counts if self.flips is None else self.flips + counts
+
+    def flipped_share(self) -> float | None:
+        """Of the ``flips`` of all ranks; None without any pair. Collective."""
+        counts = torch.zeros(2, dtype=torch.int64) if self.flips is None else self.flips.cpu()
+        dist.all_reduce(counts)
+        different, every = counts.tolist()
+        return different / every if every else None
 
     def scale(self, scales: Sequence[float], rows: PackedTokens | None) -> float | Tensor:
         """What multiplies the product of each of ``rows``, of adapters with ``scales`` at a site: [m, 1] fp32.

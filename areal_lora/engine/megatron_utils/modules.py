@@ -195,7 +195,9 @@ class RouterChoice:
         if routes is None:
             return found, own
         routes = _own_part(routes, len(scores))
-        self.active.count_flips(own, routes)
+        if self.active.compares:
+            self.active.count_flips(own, routes)
+            return found, own
         return replay(scores, own, routes)
 
 

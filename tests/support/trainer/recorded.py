@@ -67,6 +67,9 @@ class RecordedEngine:
         self.asked.append(adapter)
         return self._of(batch) if adapter or self.base is None else self.base
 
+    def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[torch.Tensor, float]:
+        return self.logprobs(batch, adapter=adapter, temperature=temperature), 0.125
+
     def values(self, batch: TrainBatch, *, adapter: str) -> torch.Tensor:
         """0.25 everywhere."""
         self.asked.append(adapter)

@@ -72,7 +72,6 @@ SHORT = {
     "rollout/agents.py:AgentWorkflow._played": "one agent's run; it is awaited",
     "rollout/environment_workers.py:_Worker.ready": "one start; it is awaited, and the next sample starts again",
     "rollout/environment_child.py:serve": "samples, whose ends are answered; the input, whose end kills the process",
-    "rollout/environment_child.py:serve_until_error": "all that the process does; it is awaited",
     "rollout/environment_kinds.py:called": "blocking code of one sample; it is awaited",
     "rollout/controller/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
     "rollout/controller/controller.py:Controller._start": "one rollout in the controller's TaskGroup",

@@ -8,7 +8,7 @@ import pytest
 
 from areal_lora.errors import RecordError
 from areal_lora.rollout.agents import AgentTask
-from areal_lora.rollout.completion_client import GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, ConversationRecord, read_conversations
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.rollout.agent_endpoint import MESSAGES, asked, episode, saying
@@ -54,7 +54,7 @@ def test_a_run_of_an_agent_that_fails_is_kept_with_its_reason(tmp_path: Path) ->
     async def agent(task: AgentTask) -> float:
         await asked(task, messages=MESSAGES, n=2)
         await asked(task, "/completions", prompt="ab")
-        raise ValueError("no idea")
+        raise GenerationFault(FaultKind.AGENT, "ValueError: no idea")
 
     kept = ConversationFile(RunFolder(tmp_path), 1 << 20)
     with pytest.raises(GenerationFault):

@@ -281,7 +281,7 @@ def test_log_probabilities_before_the_step_are_reported_without_a_pass_for_them(
         assert torch.equal(found.logprobs, batch.rollout_logprobs)
         assert found.own_choice is None
     assert engine.asked == ["gsm8k"], "two minibatches need the proximal policy"
-    moved = _with(make_adapter(ratio="rollout", behaviour_correction="none"), minibatches=2)
+    moved = _with(make_adapter(behaviour_correction="in_ratio"), minibatches=2)
     assert _learn(engine, moved, batch).logprobs is None, "the second minibatch is of a policy that has moved"
 
 
@@ -291,3 +291,4 @@ def test_a_batch_with_routes_is_scored_without_them_every_sixteenth_step(version
     engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter()
     found = learn(engine, adapter, annotate(engine, adapter, batch), version=version, base_dtype="float32", lr=0.5)
     assert (found.own_choice is not None) == (version == 16) == bool(engine.asked)
+    assert found.flips == (0.125 if version == 16 else None)
