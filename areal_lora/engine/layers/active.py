@@ -194,21 +194,24 @@ class ActiveAdapters:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Routers choose, and the routes of the tokens are compared with that (`count_flips`)."""
+        """Routers choose, and the routes of the tokens are compared with that."""
         self.compares = True
         try:
             yield
         finally:
             self.compares = False
 
-    def count_flips(self, own: Tensor, routes: Tensor) -> None:
-        """Add to ``flips``, on the device: pairs (token, layer) whose ``routes`` [t, K] name other experts than the
-        router's ``own`` [t, K], and all pairs with routes. Since the start of `using`.
+    def compared(self, own: Tensor, routes: Tensor) -> bool:
+        """Whether routers choose. Then this adds to ``flips``, on the device: pairs (token, layer) whose ``routes``
+        [t, K] name other experts than the router's ``own`` [t, K], and all pairs with routes, since `using` started.
         """
+        if not self.compares:
+            return False
         known = routes[:, 0] >= 0
         same = (own[:, :, None] == routes[:, None]).any(2).all(1)
         counts = torch.stack([(known & ~same).sum(), known.sum()])
         self.flips = counts if self.flips is None else self.flips + counts
+        return True
 
     def flipped_share(self) -> float | None:
         """Of the ``flips`` of all ranks; None without any pair. Collective."""

@@ -36,8 +36,7 @@ class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
         if func not in (torch.topk, Tensor.topk) or [args[0].shape, found[1].shape] != self._shapes:
             return found
         self.replayed += 1
-        if self._active.compares:
-            self._active.count_flips(found[1], self._routes)
+        if self._active.compared(found[1], self._routes):
             return found
         return type(found)(replay(args[0], found[1], self._routes))
 

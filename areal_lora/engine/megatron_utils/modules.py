@@ -191,14 +191,10 @@ class RouterChoice:
     ) -> tuple[Tensor, Tensor]:
         """Scores and numbers [t, topk] of the experts chosen of ``scores`` [t, E]; t: all tokens, or this rank's."""
         found, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        routes = self.active.routes(self.layer)
-        if routes is None:
+        if (routes := self.active.routes(self.layer)) is None:
             return found, own
         routes = _own_part(routes, len(scores))
-        if self.active.compares:
-            self.active.count_flips(own, routes)
-            return found, own
-        return replay(scores, own, routes)
+        return (found, own) if self.active.compared(own, routes) else replay(scores, own, routes)
 
 
 class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
