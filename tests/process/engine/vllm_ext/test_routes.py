@@ -49,13 +49,19 @@ class Oracle:
     """Publishes versions, and compares routes with those of Hugging Face's model in float32."""
 
     def __init__(self, server: RunningServer) -> None:
-        self.server, self.tensors = server, dict[int, Tensors]()
+        self.server, self.tensors, self.merged = server, dict[int, Tensors](), dict[int, Any]()
         self.compared = self.unclear = 0
 
     def publish(self) -> None:
         version = self.server.newest.version + 1 if self.server.newest else 0
         self.tensors[version] = self.server.adapter(300 + version)
         self.server.publish(self.tensors[version], version)
+
+    def of_version(self, version: int) -> Any:
+        if version not in self.merged:
+            tensors = {name: t.clone() for name, t in self.tensors[version].items()}
+            self.merged[version] = merged_model(self.server.model, save(tensors), ALPHA / RANK)
+        return self.merged[version]
 
     def check(self, prompt: list[int], choice: dict[str, Any], prompt_routes: str) -> int:
         """All tokens but the last, which no version has read, have a route; returns the number of versions.
@@ -73,10 +79,10 @@ class Oracle:
         assert got[:-1].max() < shape.experts
         read_by = sampled_by[np.maximum(0, np.arange(len(ids) - 1) + 1 - len(prompt))]
         for version in set(sampled_by.tolist()):
-            tensors = {name: t.clone() for name, t in self.tensors[version].items()}
-            hf = merged_model(self.server.model, save(tensors), ALPHA / RANK)
             with torch.no_grad():
-                logits = torch.stack(hf(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits, 1)
+                logits = torch.stack(
+                    self.of_version(version)(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits, 1
+                )
             best = logits.topk(shape.per_token + 1, dim=-1)
             clear = (best.values[..., -2] - best.values[..., -1] > MARGIN).numpy()
             own = (read_by == version) & (np.arange(len(read_by)) >= (len(prompt) if choice["index"] else 0))
