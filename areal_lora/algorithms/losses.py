@@ -307,6 +307,7 @@ def policy_loss(
         "sampled_tokens": (on & ~imitated).sum().float(),
         "clipped": (kept & objective.clipped & ~imitated).sum().float(),
         "capped": (on & ~kept).sum().float(),
+        "ratio_abs": torch.where(kept & ~imitated, (current.detach() - old).abs(), zeros).sum(),
         "behaviour_abs": gap.abs().sum(),
     }
     sampled = torch.where(imitated, zeros, weights)

@@ -132,6 +132,8 @@ class RunView:
         """Of all adapters, in the order of training."""
         self.publishes: deque[records.PublishRecord] = deque(maxlen=KEPT)
         self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
+        self.excluded: dict[str, str] = {}
+        """Reasons by the name of the server that has no newest version."""
 
     @property
     def only(self) -> AdapterView | None:
@@ -165,6 +167,7 @@ class RunView:
                 found = [None if flat else publish_problem(record), *self._lost(record)]
             case records.MembersRecord():
                 found = [*self._lost(record)]
+                self.excluded = {name: why for name, why in self.excluded.items() if name not in record.joined}
             case records.CheckpointRecord(failed=True, version=version):
                 found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
             case records.CheckpointRecord():
@@ -173,6 +176,7 @@ class RunView:
                 self.adapter(name).add(record)
                 self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)
                 self.publishes.clear()  # those were to other processes
+                self.excluded.clear()
                 self.problems.clear()
         problems = [self.prefix(record.adapter) + problem for problem in found if problem]
         self.problems.extend(problems)
@@ -180,6 +184,7 @@ class RunView:
 
     def _lost(self, record: records.PublishRecord | records.MembersRecord) -> list[str]:
         """Which servers were excluded, and why; a publish and the change of members after it name the same."""
+        self.excluded |= record.lost
         found = [f"{name} is excluded: {why}" for name, why in record.lost.items()]
         return [text for text in found if self.prefix(record.adapter) + text not in self.problems]
 

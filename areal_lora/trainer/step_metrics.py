@@ -118,6 +118,7 @@ def of_learning(report: LearnReport) -> Metrics:
         "train/grad_norm": report.grad_norm,
         "train/lr": report.lr,
         "train/clip_fraction": report.per_sampled_token("clipped"),
+        "train/log_ratio_abs": report.per_sampled_token("ratio_abs"),
         "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
         "train/mismatch_fresh": _mismatch(report, "fresh"),
         "train/mismatch_stale": _mismatch(report, "stale"),

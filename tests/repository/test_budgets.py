@@ -25,7 +25,7 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
-    "algorithms": 1235,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
+    "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
     "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4620,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
+    "obs": 4656,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
-    "trainer": 4039,  # parts of a batch, routes and their flips; which passes join; states copied between operations
+    "trainer": 4040,  # parts of a batch, routes and their flips; which passes join; states copied between operations
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

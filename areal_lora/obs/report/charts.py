@@ -149,7 +149,7 @@ CHARTS = (
         "value loss per token; share of the returns' variance explained",
         "train/value_loss train/explained_variance",
     ),
-    Chart("Clipped fraction", "of the trained tokens", "train/clip_fraction"),
+    Chart("Ratio and clip", "clipped share, mean |log ratio|", "train/clip_fraction train/log_ratio_abs"),
     Chart("Loss", "of a step", "train/loss"),
     Chart("Divergence from the reference", "KL, nats per token", "train/kl"),
     Chart(

@@ -3,6 +3,8 @@
 What a model, a user or a process wrote is escaped here.
 """
 
+import os
+import re
 import statistics
 from base64 import b64encode
 from collections import Counter
@@ -150,7 +152,7 @@ class RunPage:
         failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
         return f"""<h1>{escape(config.run.name)}</h1><p class="sub">{escape(subtitle)}</p>{failure}
 {self._problems()}{"" if end or folder.summary.exists() else self._now()}{run}
-{_evals(total, self.several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
+{_evals(total, self.several)}{_counts(total)}{_traceback(folder)}{_resumes(total)}{_restarts(folder)}
 {adapters}{answers_section(folder)}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(self._shown(config))}</pre></details>"""
 
@@ -160,7 +162,12 @@ class RunPage:
 
     def _now(self) -> str:
         """What each process does, which version is served and how it was checked."""
-        view, rows = self.view, [{"process": name, "does": text} for name, text in read_statuses(self.folder).items()]
+        view, newest = self.view, {record.adapter: record.version for record in self.view.publishes}
+        served = ", ".join(f"{view.prefix(name)}v{version}" for name, version in newest.items())
+        rows = [{"process": name, "does": text} for name, text in read_statuses(self.folder).items()]
+        for row in rows:
+            if (name := row["process"]).startswith("server-"):
+                row["serves"] = f"excluded: {view.excluded[name]}" if name in view.excluded else served or "-"
         left, published = view.remaining_s(), view.publishes[-1] if view.publishes else None
         pairs = [("steps", counted(view.steps_done, view.total))]
         pairs += [("remaining", duration(left))] if left is not None else []
@@ -224,6 +231,30 @@ def _counts(metrics: Figures) -> str:
 
 def _metric(step: StepRecord, name: str) -> str:
     return f"{step.metrics.get(f'train/{name}') or 0:.0f}"
+
+
+def _traceback(folder: RunFolder) -> str:
+    """The newest one in the controller's log, which has those of rewards, agents and environments."""
+    try:
+        with folder.log("controller-0").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TRACED_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""  # it has not started
+    texts = [_LOGGED.sub("", line) for line in lines]
+    if TRACEBACK not in texts:
+        return ""
+    first = len(texts) - 1 - texts[::-1].index(TRACEBACK)
+    last = next((i for i in range(first + 1, len(texts)) if not texts[i].startswith(" ")), len(texts) - 1)
+    shown = escape("\n".join(texts[first : last + 1]))
+    title = "<h2>Newest traceback of the controller</h2>"
+    return f"{title}<details><summary>{escape(texts[last])}</summary><pre>{shown}</pre></details>"
+
+
+TRACED_BYTES = 1 << 18
+TRACEBACK = "Traceback (most recent call last):"
+_LOGGED = re.compile(r"^\d\d:\d\d:\d\d\.\d+ \S+ [A-Z]+ \S+: (    )?")
+"""What a log puts before a line; a traceback is indented."""
 
 
 def _resumes(metrics: Figures) -> str:

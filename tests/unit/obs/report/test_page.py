@@ -6,8 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from areal_lora.obs.metrics.records import EvalRecord, PublishRecord
+from areal_lora.obs.metrics.records import EvalRecord, MembersRecord, PublishRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import SCRIPTS, write_report
 from areal_lora.run_folder.events import EndEvent, write_event
@@ -121,14 +122,42 @@ def test_each_set_of_an_evaluation_has_its_line_and_its_row(tmp_path: Path) -> N
     assert {"hard/pass@4", "hard/majority", "easy", "hard"} <= lines
 
 
+@pytest.mark.parametrize("prefix", ["", "03:43:48.123 controller-0 INFO tasks.reward_calls:     "])
+def test_the_newest_traceback_is_shown(prefix: str, tmp_path: Path) -> None:
+    """Of a worker, which prints it, and of a scorer, which the controller logs."""
+    make_run(tmp_path, steps=2)
+    log = RunFolder(tmp_path).log("controller-0")
+    log.parent.mkdir(exist_ok=True)
+    head = "Traceback (most recent call last):"
+    old, new = (
+        [head, '  File "a.py", line 1', "KeyError: 1"],
+        [head, '  File "b.py", line 2', "    x", "ValueError: <no>"],
+    )
+    log.write_text(
+        "\n".join(["03:43:48.120 controller-0 INFO a.b: ok", *(prefix + line for line in (*old, *new)), "03:43"])
+    )
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.text.count("ValueError: <no>") == 2, "as a line, and below it"
+    assert 'File "b.py", line 2' in page.text
+    assert "KeyError" not in page.text
+    log.write_text("ok")
+    assert "traceback" not in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+
+
 def test_a_run_in_progress_says_what_it_does_now_and_what_is_wrong(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     folder = RunFolder(tmp_path)
     set_status(folder, "trainer", 0, "training <step 3>")
+    for index in range(2):
+        set_status(folder, "server", index, "serving")
     with MetricsWriter(folder) as writer:
         faults = {"retried": {"scorer": 1}, "faults": {"scorer": "TypeError: <b>no</b>"}}
         writer.write(step_record(step=2, version=2, time_s=6.0, adapter=ADAPTER, **faults))
-        writer.write(PublishRecord(version=2, total_ms=9.0, adapter=ADAPTER, servers=3, probe_mean_abs=3e-7))
+        writer.write(
+            PublishRecord(
+                version=2, total_ms=9.0, adapter=ADAPTER, servers=3, probe_mean_abs=3e-7, lost={"server-1": "<late>"}
+            )
+        )
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     for shown in (
         "training <step 3>",
@@ -138,6 +167,12 @@ def test_a_run_in_progress_says_what_it_does_now_and_what_is_wrong(tmp_path: Pat
     ):
         assert shown in page.text, shown
     assert page.text.count("TypeError: <b>no</b>") == 2, "as a problem, and in the table"
+    for row in ("server-0servingv2", "server-1servingexcluded: <late>"):
+        assert row in page.text
+    with MetricsWriter(folder) as writer:
+        writer.write(MembersRecord(version=2, servers=3, joined=["server-1"]))
+    joined = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "server-1servingv2" in joined.text
     write_event(folder, EndEvent(at="2026-01-01T00:00:00Z", process="trainer-0", code=70, how="exited with code 70"))
     ended = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Ended with exit code 70" in ended.text
