@@ -24,7 +24,7 @@ def replay(scores: Tensor, own: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]
 class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
     """Replace what a router of transformers chooses of all ``n`` experts by ``routes`` [t, K].
 
-    That is the `topk` of K of scores [t, n]; others choose groups of experts. ``active`` counts what it changes.
+    That is the `topk` of K of scores [t, n]; others choose groups of experts. Nothing where ``active`` compares.
     """
 
     def __init__(self, active: ActiveAdapters, routes: Tensor, n: int) -> None:

@@ -55,6 +55,8 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "gym", "env": "a:b"}}, "workflow.env"),
         ({"workflow": {"kind": "gym", "env": CODE, "python": "/bin/sh"}}, "workflow.python"),
         ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),
+        ({"workflow": {"kind": "agent", "path": CODE, "python": "/bin/sh"}}, "workflow.python"),
+        ({"workflow": {"kind": "openenv", "env": "http://169.254.169.254/"}}, "workflow.env"),
         ({"workflow": {"kind": "mcp", "servers": ["sh -c true"]}}, "workflow.servers.0"),
         (rows("own.jsonl", keep="a:b"), "task.keep"),
         (
