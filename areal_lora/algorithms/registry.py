@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Shaping
 from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Behaviour, Clip, PolicyTerms
+from areal_lora.algorithms.user_functions import own_advantage, own_loss
 from areal_lora.config.sections.adapter import AlgorithmConfig
 
 
@@ -52,16 +53,18 @@ class Algorithm:
 def build_algorithm(
     config: AlgorithmConfig, *, minibatches: int, max_new_tokens: int, given_steps: int = 0
 ) -> Algorithm:
-    """Look the configuration's names up. ``given_steps``: so many versions are trained on given answers first.
+    """Look the configuration's names up, and load functions given by path. Raises ConfigError.
 
+    ``given_steps``: so many versions are trained on given answers first.
     With one minibatch per step the proximal policy is the current one, so its log-probabilities are taken from the
     training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
     in_reward, in_ratio = config.kl_in != "loss", config.behaviour_correction == "in_ratio"
     kl = ESTIMATORS[config.kl_estimator]
+    clip = Clip(low=config.eps_clip, high=config.clip_high, dual=config.dual_clip)
     terms = PolicyTerms(
-        loss=LOSSES[config.loss],
-        clip=Clip(low=config.eps_clip, high=config.clip_high, dual=config.dual_clip),
+        loss=LOSSES[config.loss] if config.loss in LOSSES else own_loss(config.loss, clip),
+        clip=clip,
         ratio="rollout" if in_ratio else "proximal",
         behaviour=Behaviour(
             correction="none" if config.behaviour_correction == "in_ratio" else config.behaviour_correction,
@@ -82,7 +85,7 @@ def build_algorithm(
         max_new_tokens=max_new_tokens,
         discount=Discount(gamma=config.gamma, lam=config.gae_lambda),
     )
-    advantage = ADVANTAGES[config.advantage]
+    advantage = ADVANTAGES[config.advantage] if config.advantage in ADVANTAGES else own_advantage(config.advantage)
     return Algorithm(
         name=config.kind,
         advantage=advantage,

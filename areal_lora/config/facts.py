@@ -2,7 +2,7 @@
 
 User code named in a configuration (``package.module:name`` or ``file.py:name``) is located and parsed, never imported:
 a misspelt name is reported before any process starts, also on a machine that lacks the imports of the user code.
-`areal_lora.tasks.loading` imports the code later, in the process that uses it.
+`areal_lora.processes.loading` imports the code later, in the process that uses it.
 """
 
 import ast
@@ -245,7 +245,10 @@ def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) 
 
 
 def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[str, str]]:
-    """User code of rewards and workflow, with its keys below ``at``, which ends with a dot. Its filter is not in it."""
+    """User code of algorithm, rewards and workflow, with keys below ``at``, which ends with a dot; no task's filter."""
+    for name in ("advantage", "loss"):
+        if ":" in (function := getattr(adapter.algorithm, name)):
+            yield f"{at}algorithm.{name}", function
     for key, reward in reward_keys(at, adapter.reward):
         if isinstance(reward, FunctionReward):
             yield f"{key}.path", reward.path

@@ -26,6 +26,7 @@ COMMAND_LINE = "the command line"
 GIVEN = "the given mapping"
 _TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
 """Sections with a ``kind``."""
+_NAMED = ("env", "loss", "advantage")  # keys whose value may be a name
 _TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
 _NUMBERS = {
     "greater_than": "greater than",
@@ -184,9 +185,8 @@ def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
     path: list[models.Key] = []
     for key in loc:
         here = models.value_at(data, tuple(path))
-        if key in TAGS or (isinstance(here, dict) and key not in here and here.get("kind") == key):
-            continue
-        path.append(key)
+        if key not in TAGS and not (isinstance(here, dict) and key not in here and here.get("kind") == key):
+            path.append(key)
     return tuple(path)
 
 
@@ -387,18 +387,18 @@ def _plain(value: Any) -> Any:
 def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
+    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.environment workflow.env"
     for i, adapter in enumerate(data.get("adapters") or []):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
-        for j, _ in enumerate(sets if isinstance(sets, list) else []):
-            spots += [("adapters", i, "evals", j, "task", key) for key in ("train", "eval", "keep")]
-        keys = ("task.train", "task.eval", "task.keep", "init_from", "reward.path", "workflow.path")
-        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.environment", "workflow.env")]
+        n_sets = len(sets) if isinstance(sets, list) else 0
+        spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("train", "eval", "keep")]
+        spots += [("adapters", i, *key.split(".")) for key in f"{keys} algorithm.loss algorithm.advantage".split()]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
     for spot in spots:
         holder = models.value_at(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
-        if not isinstance(value, str) or (spot[-1] == "env" and ".py:" not in value):  # else a package's name
+        if not isinstance(value, str) or (spot[-1] in _NAMED and ".py:" not in value):
             continue
         if Path(value).expanduser().is_absolute():
             holder[spot[-1]] = str(Path(value).expanduser()) if value.startswith("~") else value

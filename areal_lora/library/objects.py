@@ -176,6 +176,7 @@ def _names(text: str) -> set[str]:
 
 
 REWARD, WORKFLOW, ENVIRONMENT, AGENT = "reward", "workflow", "environment", "agent"
+LOSS, ADVANTAGE = "loss", "advantage"
 
 
 _GIVEN = "given:object"
@@ -189,7 +190,7 @@ _SECTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 def given_sections(objects: Mapping[str, object]) -> dict[str, Mapping[str, str]]:
     """What the given ``objects`` stand for in their sections, so that the configuration need not name a path."""
-    return dict(_SECTIONS[what] for what, value in objects.items() if value is not None)
+    return dict(_SECTIONS[what] for what, value in objects.items() if value is not None and what in _SECTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +221,9 @@ def user_code(config: models.Config, objects: Mapping[str, object]) -> UserCode:
     given = {what: value for what, value in objects.items() if value is not None}
     if given and len(config.adapters) > 1:
         names = ", ".join(adapter.name for adapter in config.adapters)
-        fix = "name rewards and workflows by path in the configuration"
+        fix = "name functions and workflows by path in the configuration"
         raise ConfigError("train", f"an object belongs to one adapter, and there are {names}", fix)
-    if len(given.keys() - {REWARD}) > 1:
+    if len(given.keys() - {REWARD, LOSS, ADVANTAGE}) > 1:
         raise ConfigError("train", "workflow, environment and agent exclude each other", "give one of them")
     paths, files = {}, {}
     for what, value in given.items():
@@ -260,12 +261,14 @@ _SEARCHED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "p
 
 def _with(adapter: models.AdapterConfig, paths: Mapping[str, str]) -> models.AdapterConfig:
     """A reward replaces all. Keys of the first one remain if it names a function itself."""
-    update: dict[str, object] = {}
+    update: dict[str, Any] = {}
     for what, path in paths.items():
         if what == REWARD:
             old = adapter.rewards[0]
             settings = old.model_dump() if isinstance(old, FunctionReward) else {}
             update |= {"reward": FunctionReward.model_validate(settings | {"path": path}), "reward_weights": []}
+        elif what in (LOSS, ADVANTAGE):
+            update["algorithm"] = update.get("algorithm", adapter.algorithm).model_copy(update={what: path})
         else:
             given = {key: path if value == _GIVEN else value for key, value in _SECTIONS[what][1].items()}
             settings = adapter.workflow.model_dump() if adapter.workflow.kind == given["kind"] else {}

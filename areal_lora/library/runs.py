@@ -20,7 +20,8 @@ from areal_lora.config.recorded import adapter_named, read_config_here
 from areal_lora.errors import ConfigError, ExitCode, RunFailed, RunInterrupted
 from areal_lora.launcher.run import prepare, start
 from areal_lora.launcher.supervise import Interrupts
-from areal_lora.library.objects import AGENT, ENVIRONMENT, REWARD, WORKFLOW, given_sections, user_code
+from areal_lora.library import objects as names
+from areal_lora.library.objects import given_sections, user_code
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, Record, RunMetrics, StepRecord
 from areal_lora.obs.report.page import write_report
@@ -137,20 +138,24 @@ def train(
     environment: Callable[..., Any] | None = None,
     agent: Callable[..., Any] | None = None,
     workflow: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     fresh: bool = False,
 ) -> Run:
     """Train on this machine until the last step; resume the run in its folder unless ``fresh`` moves it aside.
 
     ``config`` is a file, a mapping of the same shape, several of them to merge in order, or a Config. ``reward`` is a
-    reward function, ``environment`` a class or factory for `multi_turn`, ``agent`` an agent's function and
-    ``workflow`` a workflow's factory; each takes the place of the configured one. Call it in the main thread.
+    reward function, ``environment`` a class or factory for `multi_turn`, ``agent`` an agent's function, ``workflow`` a
+    workflow's factory, ``loss`` and ``advantage`` functions as in `algorithms.user_functions`; each takes the place of
+    the configured one. Call it in the main thread.
 
     Raises ConfigError or ConfigErrors for what cannot start, RunInterrupted after Ctrl-C, RunFailed for a run that
     ended before its last step. No process remains in any case, and the handlers of signals are those from before.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train", "it handles signals, which only the main thread can", "call it in the main thread")
-    objects = {REWARD: reward, ENVIRONMENT: environment, AGENT: agent, WORKFLOW: workflow}
+    objects = {names.REWARD: reward, names.LOSS: loss, names.ADVANTAGE: advantage}
+    objects |= {names.ENVIRONMENT: environment, names.AGENT: agent, names.WORKFLOW: workflow}
     wanted = _config(config, overrides, objects)
     if wanted.cluster.kind != "local":
         fix = "submit it with areal-lora train, then load_run its folder"

@@ -10,6 +10,7 @@ from areal_lora.config import models as config
 from areal_lora.data.packed_groups import check_alignment, check_rewards
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.processes.loading import load_import_path
 from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
@@ -19,7 +20,6 @@ from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.rollout.user_code import call
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.reward_calls import describe
 from areal_lora.types import AdapterRef, Outcome
 

@@ -24,7 +24,7 @@ from typing import Any
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
-from areal_lora.tasks.loading import load_import_path
+from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.rewards import extract_answer
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.tasks.loading import load_import_path
+from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.reward_calls import RewardCall, Score
 from areal_lora.types import Outcome, gold_text
 

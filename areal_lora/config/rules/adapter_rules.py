@@ -180,7 +180,7 @@ def group_size(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator
     if adapter.sampling.n_samples > 1:
         return
     at = "sampling.n_samples"
-    if adapter.algorithm.advantage not in UNGROUPED:
+    if ":" not in adapter.algorithm.advantage and adapter.algorithm.advantage not in UNGROUPED:
         reason = f"{adapter.algorithm.advantage} compares the answers of one prompt and needs at least 2"
         yield Finding(at, reason, "set it to 2 or more")
     elif adapter.algorithm.drop_uniform:

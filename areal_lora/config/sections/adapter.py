@@ -25,6 +25,9 @@ AdvantageName = Literal[
 ]
 # fmt: on
 LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo"]
+UserFunction = Annotated[str, Field(pattern=r":"), Tag(tasks.USER)]
+"""`package.module:name` or `file.py:name`."""
+named_or_path = Discriminator(lambda value: tasks.USER if isinstance(value, str) and ":" in value else tasks.NAMED)
 
 PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "grpo": {},
@@ -54,10 +57,12 @@ class AlgorithmConfig(Section):
     """Decoupled PPO and its relatives over behaviour (rollout), proximal (start of step) and current policy."""
 
     kind: Kind = Field(description="Row of presets; what it sets is in docs/en/algorithms.md and in `--dry-run`.")
-    advantage: AdvantageName = Field("grpo", description="How the answers' rewards become advantages.")
-    loss: LossName = "ppo"
+    advantage: Annotated[AdvantageName, Tag(tasks.NAMED)] | UserFunction = Field("grpo", discriminator=named_or_path)
+    """How the answers' rewards become advantages: a row of its table, or `file.py:name` of a function."""
+    loss: Annotated[LossName, Tag(tasks.NAMED)] | UserFunction = Field("ppo", discriminator=named_or_path)
     """`ppo`: clipped ratio of each token; `gspo`: of each sequence; `cispo`: clipped weight of the log-probability;
-    `reinforce`: no ratio; `sapo`: a smooth gate of the ratio; `dppo`: the clip bounds the probability's change."""
+    `reinforce`: no ratio; `sapo`: a smooth gate of the ratio; `dppo`: the clip bounds the probability's change; or
+    `file.py:name` of a function."""
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio: not below 1 - `eps_clip`.")
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = None

@@ -197,7 +197,7 @@ class EvalSetConfig(Section):
         return self
 
 
-ONE, SEVERAL, NAMED, SERVED = TAGS = "(one)", "(several)", "(named)", "(served)"
+ONE, SEVERAL, NAMED, SERVED, USER = TAGS = "(one)", "(several)", "(named)", "(served)", "(user)"
 """Tags of spellings in pydantic's locations; no key is called so."""
 
 

@@ -38,7 +38,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def called_elsewhere(path: str, folder: Path) -> Any:
     """What the reward at ``path`` returns in a process that has neither this working folder nor this path."""
     code = (
-        "import json; from areal_lora.tasks.loading import load_import_path; "
+        "import json; from areal_lora.processes.loading import load_import_path; "
         f"print(json.dumps(load_import_path({path!r})('', '')))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
@@ -112,6 +112,13 @@ def test_an_object_without_a_name_is_refused(value: object, words: str) -> None:
         user_code(load_config(FILES), {"reward": value})
 
 
+def test_objective_advantage_and_reward_go_together() -> None:
+    objects = {"loss": json.dumps, "advantage": json.loads, "reward": json.dump, "agent": json.load}
+    [adapter] = user_code(load_config(FILES), objects).put_into(load_config(FILES), Path("/x")).adapters
+    chosen = adapter.algorithm
+    assert (chosen.loss, chosen.advantage, adapter.reward.path) == ("json:dumps", "json:loads", "json:dump")
+
+
 def test_two_kinds_of_workflow_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         user_code(load_config(FILES), {"agent": json.dumps, "workflow": json.dumps})
@@ -127,6 +134,8 @@ def test_two_kinds_of_workflow_are_refused() -> None:
         ("environment", {"workflow": {"max_turns": 2}}, ("workflow", "max_turns", 2)),
         ("agent", {"workflow": {"kind": "agent", "tool_parser": "hermes"}}, ("workflow", "tool_parser", "hermes")),
         ("workflow", {"workflow": {"arguments": {"a": 1}}}, ("workflow", "arguments", {"a": 1})),
+        ("loss", {"algorithm": {"kind": "tis"}}, ("algorithm", "behaviour_cap", 2.0)),
+        ("advantage", {"algorithm": {"kl_coef": 0.1}}, ("algorithm", "kl_coef", 0.1)),
     ],
 )
 def test_the_section_of_an_object_needs_no_path_and_its_other_keys_remain(

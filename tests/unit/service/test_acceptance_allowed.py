@@ -47,6 +47,8 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"reward": [{"kind": "numeric_match"}, {"kind": "function", "path": "a:b"}]}, "reward.1.path"),
         ({"reward": {"kind": "code", "asserts": "checks"}}, "reward.kind"),
         ({"reward": [{"kind": "numeric_match"}, {"kind": "code", "asserts": "checks"}]}, "reward.1.kind"),
+        ({"algorithm": {"kind": "grpo", "loss": "a:b"}}, "algorithm.loss"),
+        ({"algorithm": {"kind": "grpo", "advantage": "/x.py:b"}}, "algorithm.advantage"),
         ({"workflow": {"kind": "custom", "path": "a:b"}}, "workflow.path"),
         ({"workflow": {"kind": "agent", "path": "a:b"}}, "workflow.path"),
         ({"workflow": {"kind": "agent", "path": CODE, "tool_parser": "a:b"}}, "workflow.tool_parser"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.tasks.loading import load_import_path
+from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.reward_calls import TRACE_CHARACTERS, cause_of, describe, trace
 from areal_lora.types import Cause
 

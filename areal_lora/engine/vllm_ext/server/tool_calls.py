@@ -20,7 +20,7 @@ from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
-from areal_lora.tasks.loading import load_import_path
+from areal_lora.processes.loading import load_import_path
 
 PATH = "/v1/tool_calls"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.tasks.loading import load_import_path
+from areal_lora.processes.loading import load_import_path
 
 
 def test_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path: Path) -> None:
