@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from dataclasses import dataclass, replace
 from importlib.metadata import distribution
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.internals.vllm import INTERNALS
 from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
 from tests.support.sources import Package, imported
+from tests.support.wheels import unpacked
 
 PAGE = ROOT / "docs" / "en" / "results.md"
 TABLES = {"vllm": INTERNALS, "megatron-core": MEGATRON, "megatron-bridge": BRIDGE}
@@ -34,7 +34,6 @@ OWN_FILES = {
     "megatron": sorted((ROOT / "areal_lora" / "engine" / "megatron_utils").rglob("*.py")),
 }
 WRITE = os.environ.get("AREAL_LORA_GOLDEN") == "1"
-DOWNLOAD_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,42 +119,16 @@ def test_every_member_in_the_table_is_used(top: str) -> None:
     assert sorted(names - words) == []
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of downloaded wheels; AREAL_LORA_WHEELS keeps them between sessions."""
-    return Path(os.environ.get("AREAL_LORA_WHEELS") or tmp_path_factory.mktemp("wheels"))
-
-
 @pytest.mark.skipif(not NIGHTLY, reason="downloads wheels of 700 MB: only with AREAL_LORA_NIGHTLY=1")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("package", "version"), WHEELS, ids=lambda value: value)
-def test_newer_wheels_have_every_name(package: str, version: str, cache: Path, tmp_path: Path) -> None:
-    root = unpacked(package, version, cache, tmp_path)
+def test_newer_wheels_have_every_name(package: str, version: str, tmp_path: Path) -> None:
+    root = unpacked(package, version, tmp_path)
     row = compared(package, version, "wheel for GPUs", root, package)
     if WRITE:
         record(row)
     assert row.line in PAGE.read_text(encoding="utf-8").splitlines(), "make golden, and read the difference"
     assert row.missing == []
-
-
-def unpacked(package: str, version: str, cache: Path, folder: Path) -> Path:
-    """The Python files of a wheel. Skips the test where no package index is reachable."""
-    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
-    if not list(cache.glob(pattern)):
-        platforms = [f"--platform={p}" for p in ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "any")]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version=3.12", "--implementation=cp", *platforms, f"--dest={cache}"]
-        try:
-            done = subprocess.run(
-                [*command, f"{package}=={version}"], capture_output=True, text=True, timeout=DOWNLOAD_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"{package} {version} was not downloaded within {DOWNLOAD_S:g} s")
-        if done.returncode:
-            pytest.skip(f"no package index with {package} {version}: {done.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(next(cache.glob(pattern))) as wheel:
-        wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
-    return folder
 
 
 @pytest.mark.parametrize("top", OWN_FILES)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -35,4 +36,28 @@ def installed(*packages: str) -> Path:
         assert done.returncode == 0, done.stderr
         with suppress(OSError):  # another lane was faster
             os.rename(target, folder)
+    return folder
+
+
+def unpacked(package: str, version: str, folder: Path) -> Path:
+    """The Python files of a wheel for GPUs. Skips the test where no package index is reached.
+
+    AREAL_LORA_WHEELS names a folder that keeps wheels between sessions.
+    """
+    cache = Path(os.environ.get("AREAL_LORA_WHEELS") or tempfile.mkdtemp(dir=folder))
+    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+    if not list(cache.glob(pattern)):
+        platforms = [f"--platform={p}" for p in ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "any")]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version=3.12", "--implementation=cp", *platforms, f"--dest={cache}"]
+        try:
+            done = subprocess.run(
+                [*command, f"{package}=={version}"], capture_output=True, text=True, timeout=240, check=False
+            )
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"{package} {version} was not downloaded within 240 s")
+        if done.returncode:
+            pytest.skip(f"no package index with {package} {version}: {done.stderr.strip().splitlines()[-1]}")
+    with zipfile.ZipFile(next(cache.glob(pattern))) as wheel:
+        wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
     return folder
