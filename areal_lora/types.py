@@ -266,9 +266,10 @@ class TrainBatch:
     There is no padding outside the engines (contract C10). Sequence i is of adapter ``adapters[i]``, prompt group
     ``group_ids[i]``, sample ``sample_ids[i]``; those of one sample share its reward and thus its advantage. Its first
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
-    see `TrajectoryGroup`, NaN where there is none. ``values[t]`` is a critic's value of the state before token t,
-    ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
-    ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice.
+    see `TrajectoryGroup`, NaN where there is none; ``components[i]``: the reward's C named parts. ``values[t]`` is a
+    critic's value of the state before token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's
+    weight in the loss. [H]: of sequences ``held``. ``routes[t]``: experts that the server chose, of L layers with
+    experts; -1: own choice.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -284,6 +285,8 @@ class TrainBatch:
     adapters: tuple[str, ...]  # [N]
     held: torch.Tensor | None = None  # [N] bool; None: all
     baselines: torch.Tensor | None = None  # [N] fp32
+    components: torch.Tensor | None = None  # [N, C] fp32
+    component_names: tuple[str, ...] = ()  # [C]
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
     values: torch.Tensor | None = None  # [T] fp32

@@ -11,7 +11,7 @@ samples nor on packing, data-parallel ranks or micro-batches.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +28,16 @@ BLOCK = 128  # tokens that `discounted_sums` adds up at once
 class Samples:
     """The samples of a batch, each counted once however many sequences it has.
 
-    ``lengths`` are trained tokens. ``baselines`` are the rewards of greedy answers to the same prompts.
+    ``lengths`` are trained tokens. ``baselines`` are the rewards of greedy answers to the same prompts. ``parts`` are
+    the rewards whose sum with ``weights`` is the whole.
     """
 
     rewards: Tensor  # [S] float64
     group_ids: Tensor  # [S] int64
     lengths: Tensor  # [S] float64
     baselines: Tensor | None = None  # [S] float64
+    parts: Tensor | None = None  # [S, C] float64
+    weights: Tensor | None = None  # [C] float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,19 @@ def grpo(samples: Samples) -> Tensor:
     squares = _group_sums(centred.square(), samples.group_ids)
     std = (squares / (_group_size(samples) - 1).clamp_min(1)).sqrt()
     return torch.where(_uniform(samples), torch.zeros_like(centred), centred / (std + EPS))
+
+
+def gdpo(samples: Samples) -> Tensor:
+    """`grpo` of each reward, their sum with the weights, then `batch`: GDPO (Liu et al., arXiv 2601.05242), section 3.
+
+    Answers with equal sums of different rewards keep different advantages. With a single reward it is `grpo`, then
+    `batch`.
+    """
+    parts, weights = samples.parts, samples.weights
+    if parts is None or weights is None:
+        parts, weights = samples.rewards[:, None], samples.rewards.new_ones(1)
+    each = torch.stack([grpo(replace(samples, rewards=part)) for part in parts.unbind(1)], 1)
+    return batch(replace(samples, rewards=each @ weights))
 
 
 def maxrl(samples: Samples) -> Tensor:
@@ -173,6 +189,7 @@ def _over_batch_std(values: Tensor, rewards: Tensor) -> Tensor:
 ADVANTAGES: Mapping[str, Advantage] = {
     "grpo": Advantage(of=grpo),
     "dr_grpo": Advantage(of=dr_grpo),
+    "gdpo": Advantage(of=gdpo),
     "maxrl": Advantage(of=maxrl),
     "rloo": Advantage(of=rloo),
     "opo": Advantage(of=opo),
@@ -254,7 +271,7 @@ class Shaping:
     ``kl_coef`` is 0 where neither reward nor advantage holds a KL divergence. With ``kl_own`` that of a token is taken
     off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than
     ``overlong_from`` tokens loses a part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is
-    for a critic's values.
+    for a critic's values. ``weights``: of rewards by name; empty: each part of the only reward counts once.
     """
 
     kl: Estimator
@@ -264,6 +281,7 @@ class Shaping:
     overlong_penalty: float
     max_new_tokens: int
     discount: Discount
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def overlong_penalty(lengths: Tensor, shaping: Shaping) -> Tensor:
@@ -315,6 +333,7 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
             group_ids=batch.group_ids[first][sampled],
             lengths=lengths[sampled],
             baselines=None if batch.baselines is None else batch.baselines.double()[first][sampled],
+            **_parts(shaping.weights, batch, first[sampled]),
         )
         per_sequence[sampled] = advantage.of(compared)
     returns = None
@@ -330,6 +349,16 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
         advantages=torch.where(mask, per_token - own, torch.zeros_like(per_token)).float(),
         returns=None if returns is None else returns.float(),
     )
+
+
+def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> dict[str, Tensor]:
+    """`Samples.parts` and their weights of the sequences ``samples``; empty for a reward without named parts."""
+    names = [name for name in batch.component_names if name in weights or not weights]
+    if batch.components is None or not names:
+        return {}
+    columns = [batch.component_names.index(name) for name in names]
+    parts = batch.components.double()[samples][:, columns]
+    return {"parts": parts, "weights": parts.new_tensor([weights.get(name, 1.0) for name in names])}
 
 
 def _by_critic(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Shaping
@@ -51,11 +52,16 @@ class Algorithm:
 
 
 def build_algorithm(
-    config: AlgorithmConfig, *, minibatches: int, max_new_tokens: int, given_steps: int = 0
+    config: AlgorithmConfig,
+    *,
+    minibatches: int,
+    max_new_tokens: int,
+    given_steps: int = 0,
+    weights: Mapping[str, float] | None = None,
 ) -> Algorithm:
     """Look the configuration's names up, and load functions given by path. Raises ConfigError.
 
-    ``given_steps``: so many versions are trained on given answers first.
+    ``given_steps``: so many versions are trained on given answers first. ``weights``: of several rewards, by name.
     With one minibatch per step the proximal policy is the current one, so its log-probabilities are taken from the
     training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
@@ -84,6 +90,7 @@ def build_algorithm(
         overlong_penalty=config.overlong_penalty,
         max_new_tokens=max_new_tokens,
         discount=Discount(gamma=config.gamma, lam=config.gae_lambda),
+        weights=weights or {},
     )
     advantage = ADVANTAGES[config.advantage] if config.advantage in ADVANTAGES else own_advantage(config.advantage)
     return Algorithm(

@@ -27,7 +27,7 @@ from areal_lora.data.packed_groups import PackedGroups, check_rewards, part_of, 
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
-PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines")
+PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines", "components")
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
@@ -60,6 +60,8 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         if not row.n_tokens or mask[at]:
             raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
     baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
+    names = sorted({name for row in rows for name in row.components})
+    components = [[row.components.get(name, 0.0) for name in names] for row in rows]
     return TrainBatch(
         token_ids=torch.from_numpy(packed.columns[0]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
@@ -77,6 +79,8 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         # Of a teacher, which every rank has of all tokens (`next_work.batch_of`).
         ref_logprobs=torch.from_numpy(packed.columns[2].view(np.float32)) if len(packed.columns) > 2 else None,
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
+        components=host_tensor(components, torch.float32) if names else None,
+        component_names=tuple(names),
     )
 
 

@@ -28,6 +28,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
     given: bool
     adapter: str
     baseline: float | None
+    components: dict[str, float] = {}
 
 
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
@@ -60,6 +61,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 given=t.given,
                 adapter=t.adapter.name,
                 baseline=group.baseline,
+                components=t.components,
             )
             for (g, group, t), shared in zip(each, shared_starts([c.ids for c in columns]), strict=True)
         ]

@@ -124,6 +124,7 @@ def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> A
             minibatches=adapter.minibatches,
             max_new_tokens=adapter.sampling.max_new_tokens,
             given_steps=adapter.sft.steps,
+            weights=adapter.weights_by_name,
         ),
         probe=scoring_batch(probe, adapter.name),
         base_commit=config.model.commit,

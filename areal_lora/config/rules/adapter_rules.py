@@ -213,6 +213,14 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
         yield "kl_estimator", f"as an advantage {chosen.kl_estimator} is not the divergence's gradient", "use k1"
     if chosen.advantage == "none" and chosen.drop_uniform:
         yield "drop_uniform", "advantage none does not look at rewards", "set it to false"
+    if chosen.advantage == "gdpo":
+        reason = "advantage gdpo normalises each reward, and this changes their sum"
+        if chosen.overlong_share:
+            yield "overlong_share", reason, "set it to 0, and make the length a reward of its own"
+        if chosen.kl_coef and chosen.kl_in == "reward":
+            yield "kl_in", reason, "set it to loss or advantage"
+        if chosen.drop_uniform:
+            yield "drop_uniform", "answers with equal sums may differ in each reward", "set it to false"
     if chosen.teacher and adapter.sampling.temperature != 1:
         reason = "a served model states log-probabilities at temperature 1"
         yield "reference", reason, "set sampling.temperature=1, or leave reference at base"

@@ -16,11 +16,10 @@ from areal_lora.types import AdapterSpec, ExpertLayout
 # fmt: off
 Kind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "dapo", "gspo", "cispo", "tis",
-    "mis", "geo_mis", "icepop", "sapo", "dppo", "maxrl", "remax", "ppo",
-    "distill",
+    "mis", "geo_mis", "icepop", "sapo", "dppo", "maxrl", "gdpo", "remax", "ppo", "distill",
 ]
 AdvantageName = Literal[
-    "grpo", "dr_grpo", "maxrl", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch",
+    "grpo", "dr_grpo", "gdpo", "maxrl", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch",
     "group_mean_batch_std", "remax", "gae", "none",
 ]
 # fmt: on
@@ -47,6 +46,7 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "sapo": {"loss": "sapo"},
     "dppo": {"loss": "dppo", "behaviour_correction": "in_ratio"},
     "maxrl": {"advantage": "maxrl"},
+    "gdpo": {"advantage": "gdpo"},
     "remax": {"advantage": "remax", "loss": "reinforce", "kl_estimator": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
     "distill": {"advantage": "none", "kl_coef": 1.0, "kl_estimator": "k1", "kl_in": "advantage"},
@@ -240,6 +240,12 @@ class AdapterConfig(Section):
     def rewards(self) -> list[tasks.RewardConfig]:
         """The rewards, at least one; the first one states what is correct."""
         return self.reward if isinstance(self.reward, list) else [self.reward]
+
+    @property
+    def weights_by_name(self) -> dict[str, float]:
+        """Of several rewards; empty for one."""
+        names = tasks.labels(self.rewards) if len(self.rewards) > 1 else []
+        return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=True))
 
     @model_validator(mode="after")
     def _a_weight_each(self) -> Self:

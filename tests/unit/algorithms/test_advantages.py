@@ -21,8 +21,12 @@ from areal_lora.algorithms.advantages import (
     find_samples,
     gae,
     sample_rewards,
+    token_credit,
 )
+from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.errors import AlignmentError
+from areal_lora.types import TrainBatch
 
 SEEDS = range(5)
 Case = tuple[list[float], list[int], list[int]]
@@ -95,6 +99,12 @@ def _dr_grpo(case: Case, i: int) -> float:
     return case[0][i] - _mean(case, _group(case, i))
 
 
+def _gdpo(case: Case, i: int) -> float:
+    """Of one reward."""
+    each = [_grpo(case, j) for j in range(len(case[0]))]
+    return (each[i] - statistics.fmean(each)) / (statistics.stdev(each) + 1e-6)
+
+
 def _maxrl(case: Case, i: int) -> float:
     mean = _mean(case, _group(case, i))
     return case[0][i] / mean - 1 if mean > 0 else 0.0
@@ -103,6 +113,7 @@ def _maxrl(case: Case, i: int) -> float:
 ORACLES: dict[str, Callable[[Case, int], float]] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
+    "gdpo": _gdpo,
     "maxrl": _maxrl,
     "rloo": _rloo,
     "opo": _opo,
@@ -149,6 +160,39 @@ def test_a_group_of_one_has_advantage_0(name: str) -> None:
     assert float(ADVANTAGES[name].of(_samples(([0.0, 1.0, 0.7], [3, 3, 8], [4, 5, 6])))[2]) == pytest.approx(
         0, abs=1e-12
     )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_several_rewards_are_normalised_apart(seed: int) -> None:
+    """With weights of named rewards; parts of a reward have none of their own, and are no rewards."""
+    rng, (rewards, groups, lengths) = random.Random(seed), _case(seed)
+    other = [rng.choice([0.0, 5.0, rng.random()]) for _ in rewards]
+    each = [[_grpo((values, groups, lengths), i) for i in range(len(rewards))] for values in (rewards, other)]
+    whole = [a + 0.25 * b for a, b in zip(*each, strict=True)]
+    want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
+    n = len(rewards)
+    batch = TrainBatch(
+        token_ids=torch.zeros(2 * n, dtype=torch.int32),
+        cu_seqlens=torch.arange(0, 2 * n + 1, 2),
+        loss_mask=torch.tensor([False, True] * n),
+        rollout_logprobs=torch.zeros(2 * n),
+        versions=torch.tensor([-1, 1] * n),
+        shared_starts=torch.zeros(n, dtype=torch.int64),
+        rewards=torch.tensor([a + 0.25 * b for a, b in zip(rewards, other, strict=True)], dtype=torch.float64),
+        group_ids=torch.tensor(groups),
+        sample_ids=torch.arange(n),
+        given=torch.zeros(n, dtype=torch.bool),
+        adapters=("a",) * n,
+        components=torch.tensor([[b, 9.0 * rng.random(), a] for a, b in zip(rewards, other, strict=True)]).double(),
+        component_names=("brief", "brief/words", "right"),
+    )
+    built = build_algorithm(
+        AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8, weights={"right": 1.0, "brief": 0.25}
+    )
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-4), f"seed {seed}"
+    alone = token_credit(built.advantage, replace(built.shaping, weights={"right": 1.0}), batch).advantages
+    assert not torch.allclose(alone, got, atol=1e-3), "the second reward counts"
 
 
 def test_a_sample_of_several_sequences_is_found_once() -> None:

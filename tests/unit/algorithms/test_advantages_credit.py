@@ -26,7 +26,7 @@ PLAIN = Shaping(
     kl=k1, kl_coef=0.0, overlong_from=20, overlong_penalty=1.0, max_new_tokens=20, discount=Discount(gamma=1, lam=1)
 )
 LIMITED = replace(PLAIN, kl_coef=0.3, overlong_from=4.0, max_new_tokens=12)
-BATCH_WIDE = {"gae", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch", "group_mean_batch_std"}
+BATCH_WIDE = {"gdpo", "gae", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch", "group_mean_batch_std"}
 
 
 def _by_row(rows: list[Row], values: list[float]) -> dict[int, list[float]]:

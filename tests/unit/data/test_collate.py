@@ -141,6 +141,21 @@ def test_trajectories_of_one_sample_have_one_id_and_one_reward() -> None:
         collate(PackedGroups.of([differs]))
 
 
+def test_parts_of_a_reward_are_those_of_their_sequences() -> None:
+    """0 where a sample has none of a name."""
+    [a, b], [c] = (group.trajectories for group in GROUPS)
+    a, c = replace(a, components={"right": 1.0, "brief": -0.5}), replace(c, components={"right": 0.25})
+    groups = [replace(GROUPS[0], trajectories=(a, b)), replace(GROUPS[1], trajectories=(c,))]
+    batch = collate(PackedGroups.of(groups))
+    assert batch.component_names == ("brief", "right")
+    assert batch.components is not None
+    assert batch.components.tolist() == [[-0.5, 1.0], [0.0, 0.0], [0.0, 0.25]]
+    chosen = select(batch, [2, 0])
+    assert chosen.components is not None
+    assert chosen.components.tolist() == [[0.0, 0.25], [-0.5, 1.0]]
+    assert collate(PACKED).components is None
+
+
 def test_minibatches_cover_the_batch_once() -> None:
     batch = collate(PACKED)
     parts = split_minibatches(batch, 2)

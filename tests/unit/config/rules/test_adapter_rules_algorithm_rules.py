@@ -71,6 +71,9 @@ def test_a_teacher_scores_at_temperature_1() -> None:
         (["kind=distill", *TEACHER, "drop_uniform=true"], "drop_uniform", "does not look at rewards"),
         (["kl_coef=0.1", *TEACHER, "reference_refresh_steps=5"], "reference_refresh_steps", "no version replaces"),
         (["overlong_penalty=0.5"], "overlong_penalty", "overlong_share is 0"),
+        (["kind=gdpo", "overlong_share=0.1"], "overlong_share", "normalises each reward"),
+        (["kind=gdpo", "kl_coef=0.1", "kl_in=reward"], "kl_in", "normalises each reward"),
+        (["kind=gdpo", "drop_uniform=true"], "drop_uniform", "may differ in each reward"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_key_reason_and_fix(keys: list[str], path: str, words: str) -> None:

@@ -72,7 +72,9 @@ def test_the_overlay_of_an_algorithm_is_one_value_apart_and_can_be_planned(kind,
     config, base = load_config(files), load_config(BASE)
     own, plain = config.adapters[0], base.adapters[0]
     assert own.algorithm.kind == kind
-    same = own.model_copy(update={key: getattr(plain, key) for key in ("algorithm", "minibatches", "reward")})
+    same = own.model_copy(
+        update={key: getattr(plain, key) for key in ("algorithm", "minibatches", "reward", "reward_weights")}
+    )
     assert same == plain, "nothing else differs"
     arguments = [argument for file in files for argument in ("--config", str(file))]
     assert main([*arguments, f"run.root={tmp_path}", "adapters.gsm8k.task.n_train=64", "--dry-run"]) == 0
