@@ -231,8 +231,11 @@ class CompletionClient:
         return client
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
-        """The newest version of ``ref``'s adapter that a server holds; ``ref`` if requests are pinned."""
-        return ref if self.pins else self.router.newest(ref)
+        """The newest version of ``ref``'s adapter that a server holds, or that of the conversation.
+
+        ``ref`` if requests are pinned.
+        """
+        return ref if self.pins else self.router.newest(ref, self.home)
 
     async def complete(
         self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _PartReader | None = None
@@ -240,7 +243,13 @@ class CompletionClient:
         """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
         body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins, stream=streamed is not None)
         read = _decoded(Completion) if streamed is None else streamed.read
-        completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
+        try:
+            completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
+        except GenerationFault as fault:
+            # The version of a conversation left its server before the router knew.
+            if fault.kind is not FaultKind.RETIRED or self.home is None or (other := self.newest(ref)) == ref:
+                raise
+            return await self.complete(other, request, timeout_s, streamed)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(request.n)):
             detail = f"{completion.model}: {len(choices)} answers for {request.n} requested"

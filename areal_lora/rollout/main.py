@@ -214,7 +214,11 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     secret = read_secret(run_folder)
-    router = Router(max_behind=config.rollout.max_num_seqs // 4)  # of a batch: less than computing a long prefix again
+    rollout = config.rollout
+    router = Router(
+        max_behind=rollout.max_num_seqs // 4,  # of a batch: less than computing a long prefix again
+        max_lag=0 if rollout.interrupts else rollout.max_staleness,
+    )
     async with AsyncExitStack() as stack:
         ledger = LedgerFile(run_folder.ledger, config.run.name)
         stack.callback(ledger.close)

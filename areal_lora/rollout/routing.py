@@ -7,7 +7,9 @@ until it is announced again, and its running requests are cut off, so that anoth
 leaves gets no requests either, but ends those that run; what it hands back goes to another server.
 
 A conversation stays on its server, whose prefix cache has its tokens, and starts on the server of its group, which has
-their prompt. It moves when that server is not available, or has too many sequences more than the least loaded one.
+their prompt. It moves when that server is not available, or has too many sequences more than the least loaded one. It
+stays on its version, too, for some publishes: a new version would find no token in the cache, and the oldest token
+alone decides how stale a sequence is.
 """
 
 import asyncio
@@ -55,10 +57,14 @@ class Server:
 
 @dataclass(slots=True)
 class Home:
-    """The server that has a conversation's tokens in its prefix cache, if any. It starts on that of its ``group``."""
+    """The server that has a conversation's tokens in its prefix cache, if any, under version ``ref``.
+
+    It starts on the server of its ``group``.
+    """
 
     group: "Home | None" = None
     server: Server | None = None
+    ref: AdapterRef | None = None
 
     def each(self) -> "Iterator[Home]":
         """This one, then its groups."""
@@ -74,16 +80,17 @@ _load = attrgetter("outstanding")
 class Router:
     """Chooses servers and remembers what they hold and how they fare. ``servers`` are by name.
 
-    A conversation moves from a server with over ``max_behind`` sequences more than the least loaded one.
+    A conversation moves from a server with over ``max_behind`` sequences more than the least loaded one, and from a
+    version more than ``max_lag`` before the newest one: servers keep those that can still be trained on.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_behind: int = 0) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_behind: int = 0, max_lag: int = 0) -> None:
         self.servers: dict[str, Server] = {}
         # By adapter, its versions in order with the servers that hold them; sequences are shared between versions.
         self._holders: dict[str, dict[AdapterRef, Sequence[Server]]] = {}
         self._members: Sequence[Server] = ()
         self._urls: Mapping[str, str] = {}
-        self._clock, self._max_behind = clock, max_behind
+        self._clock, self._max_behind, self._max_lag = clock, max_behind, max_lag
 
     def announce(
         self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = (), left: Iterable[str] = ()
@@ -132,10 +139,27 @@ class Router:
         """Of `obs.machine`. Callable from any thread."""
         return {"sequences_outstanding": sum(server.outstanding for server in list(self.servers.values()))}
 
-    def newest(self, ref: AdapterRef) -> AdapterRef:
-        """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
+    def newest(self, ref: AdapterRef, home: Home | None = None) -> AdapterRef:
+        """The newest version of ``ref``'s adapter that a server holds, or that of the conversation at ``home``.
+
+        ``ref`` where no server holds any.
+        """
         held = self._holders.get(ref.name, {})
-        return next((r for r in reversed(held) if held[r]), ref)
+        found = next((r for r in reversed(held) if held[r]), ref)
+        if home is None:
+            return found
+        if (
+            home.ref is None
+            or home.server is None
+            or found.version - home.ref.version > self._max_lag
+            or home.server not in held.get(home.ref, ())
+            or not self._is_fit(home.server)
+        ):
+            home.ref = found
+        return home.ref
+
+    def _is_fit(self, server: Server) -> bool:
+        return self._clock() >= server.down_until_s and not server.leaving
 
     def failed(self, server: Server) -> None:
         """Start a cool-down; failures of requests sent before it do not lengthen it."""
@@ -181,17 +205,16 @@ class Router:
                     await asyncio.sleep(max(0.01, until_s - now))
                     continue
                 least = min(healthy, key=_load)
-            return least if home is None else self._settle(home, least, holders, now)
+            return least if home is None else self._settle(home, least, holders)
 
-    def _settle(self, home: Home, least: Server, holders: Sequence[Server], now: float) -> Server:
+    def _settle(self, home: Home, least: Server, holders: Sequence[Server]) -> Server:
         """The server of ``home`` or of its group if it is fit, else ``least``, which takes its place."""
         for each in home.each():
             server = each.server
             if (
                 server is not None
                 and server.outstanding - least.outstanding <= self._max_behind
-                and now >= server.down_until_s
-                and not server.leaving
+                and self._is_fit(server)
                 and server in holders
             ):
                 break

@@ -281,3 +281,25 @@ def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server()
         assert router.servers["server-0"].failures == 0
 
     asyncio.run(alone())
+
+
+def test_a_conversation_whose_version_has_left_its_server_goes_on_with_the_newest() -> None:
+    """The router learns it by the answer; a request of its own fails, as before."""
+    newer = AdapterRef(name="math", version=4)
+
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}) as server:
+            router = Router(max_lag=1)
+            router.announce(V3, {"server-0": server.url})
+            async with CompletionClient(router, "secret") as client:
+                conversation = client.conversation()
+                await conversation.sample(conversation.newest(V3), wanted([5, 6], 1), timeout_s=20.0)
+                server.models = {str(newer)}
+                router.announce(newer, {"server-0": server.url})
+                await conversation.sample(conversation.newest(V3), wanted([5, 6, 7], 1), timeout_s=20.0)
+                assert [request["model"] for request in server.requests] == ["math@v3", "math@v3", "math@v4"]
+                with pytest.raises(GenerationFault) as caught:
+                    await client.sample(V3, wanted([5, 6], 1), timeout_s=20.0)
+                assert caught.value.kind is FaultKind.RETIRED
+
+    asyncio.run(run())

@@ -226,6 +226,43 @@ def test_a_conversation_moves_from_a_server_that_is_not_available(how: str) -> N
     assert settled(router, conversation) == "b"
 
 
+def test_a_conversation_stays_on_its_version_as_long_as_it_can_be_trained_on() -> None:
+    router, conversation = Router(max_behind=4, max_lag=1), Home()
+    router.announce(REF, BOTH)
+    assert router.newest(REF, conversation) == REF
+    settled(router, conversation)
+    router.announce(NEXT, BOTH)
+    assert (router.newest(REF, conversation), router.newest(REF, Home()), router.newest(REF)) == (REF, NEXT, NEXT)
+    third = AdapterRef(name="math", version=3)
+    router.announce(third, BOTH)
+    assert router.newest(REF, conversation) == third, "two versions behind"
+    router.announce(AdapterRef(name="math", version=4), BOTH)
+    assert router.newest(REF, conversation) == third, "it has moved"
+
+
+@pytest.mark.parametrize("how", ["lost", "leaves", "fails", "has no such version", "rolled back", "no lag"])
+def test_a_conversation_takes_the_newest_version_where_its_cache_is_lost(how: str) -> None:
+    router, conversation = Router(Clock(), max_lag=0 if how == "no lag" else 3), Home()
+    router.announce(REF, BOTH)
+    router.newest(REF, conversation)
+    assert settled(router, conversation) == "a"
+    server, newest = router.servers["server-0"], NEXT
+    router.announce(NEXT, BOTH)
+    match how:
+        case "lost":
+            router.announce(NEXT, {"server-1": "b"}, lost=["server-0"])
+        case "leaves":
+            server.leaving = True
+        case "fails":
+            router.failed(server)
+        case "has no such version":
+            router.retired(server, REF)
+        case "rolled back":
+            newest = AdapterRef(name="math", version=0)
+            router.announce(newest, BOTH)
+    assert router.newest(REF, conversation) == newest
+
+
 def test_all_versions_and_adapters_share_one_list_of_512_servers() -> None:
     """An announcement copies no list of servers, and a change of members makes one for all that held the same."""
     router, servers = Router(), {f"server-{i}": f"u{i}" for i in range(512)}

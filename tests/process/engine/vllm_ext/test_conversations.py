@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import string
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -59,22 +60,27 @@ class Anywhere(WorkflowContext):
 
 
 class Tool:
-    """Seven replies."""
+    """Seven replies. In the middle of an episode the others may wait for ``published``."""
 
     turns = 0
+    published: Callable[[], None] = staticmethod(lambda: None)
 
     def reset(self, sample: Sample) -> None:
         return None
 
     def step(self, text: str) -> Reply:
         self.turns += 1
+        if self.turns == TURNS // 2:
+            self.published()
         return Reply(text=("abcdefgh"[self.turns - 1] * REPLY), reward=0.0, done=self.turns == TURNS)
 
 
-async def play(context: WorkflowContext, servers: list[RunningServer], letter: str) -> tuple[int, int]:
+async def play(
+    context: WorkflowContext, servers: list[RunningServer], letter: str, tool: type[Tool] = Tool
+) -> tuple[int, int]:
     """Prompt tokens of ``GROUPS`` groups of episodes, and those of them that the prefix caches had."""
     before = [server.admin.info(60.0).stats for server in servers]
-    workflow = MultiTurnWorkflow(context=context, environment=Tool, arguments={}, max_turns=TURNS)
+    workflow = MultiTurnWorkflow(context=context, environment=tool, arguments={}, max_turns=TURNS)
     ref = servers[0].newest
     assert ref is not None
 
@@ -96,6 +102,20 @@ async def play(context: WorkflowContext, servers: list[RunningServer], letter: s
     )
 
 
+def addresses(servers: list[RunningServer]) -> dict[str, str]:
+    return {f"server-{i}": f"http://127.0.0.1:{s.endpoint.ports['data']}" for i, s in enumerate(servers)}
+
+
+def context_with(client: CompletionClient, server: RunningServer) -> WorkflowContext:
+    return WorkflowContext(
+        client=client,
+        scorer=cast(Any, None),  # every reply has a reward
+        sampling=SAMPLING,
+        formatter=Formatter(tokenizer=AutoTokenizer.from_pretrained(server.model)),
+        max_model_len=512,
+    )
+
+
 def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) -> None:
     """About a tenth of a request's tokens are new, and a block of 32 is cached only when it is full."""
 
@@ -103,17 +123,9 @@ def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) ->
         router = Router(max_behind=16)
         ref = servers[0].newest
         assert ref is not None
-        router.announce(
-            ref, {f"server-{i}": f"http://127.0.0.1:{s.endpoint.ports['data']}" for i, s in enumerate(servers)}
-        )
+        router.announce(ref, addresses(servers))
         async with CompletionClient(router, "no secret") as client:
-            kept = WorkflowContext(
-                client=client,
-                scorer=cast(Any, None),  # every reply has a reward
-                sampling=SAMPLING,
-                formatter=Formatter(tokenizer=AutoTokenizer.from_pretrained(servers[0].model)),
-                max_model_len=512,
-            )
+            kept = context_with(client, servers[0])
             anywhere = Anywhere(**{name: getattr(kept, name) for name in WorkflowContext.__dataclass_fields__})
             contexts = {"kept": kept, "anywhere": anywhere}
             found = {name: await play(context, servers, next(letters)) for name, context in contexts.items()}
@@ -124,3 +136,32 @@ def test_conversations_find_their_tokens_cached(servers: list[RunningServer]) ->
     share = seen(lambda: asyncio.run(rounds()), more, tries=4)
     print("share of prompt tokens that the caches had:", share)
     assert share["kept"] >= 0.8
+
+
+def test_a_publish_cools_no_prefix_of_a_conversation_that_stays_on_its_version(servers: list[RunningServer]) -> None:
+    async def round_of(max_lag: int) -> float:
+        router, loop = Router(max_behind=16, max_lag=max_lag), asyncio.get_running_loop()
+        ref = servers[0].newest
+        assert ref is not None
+        router.announce(ref, addresses(servers))
+        once, done = threading.Lock(), threading.Event()
+
+        def publish() -> None:
+            """The first conversation that is in its middle publishes; the others wait."""
+            if once.acquire(blocking=False):
+                *_, newer = [server.publish(server.adapter(4)) for server in servers]
+                loop.call_soon_threadsafe(router.announce, newer, addresses(servers))
+                done.set()
+            assert done.wait(60)
+
+        tool = type("Publishing", (Tool,), {"published": staticmethod(publish)})
+        async with CompletionClient(router, "no secret") as client:
+            prompts, cached = await play(context_with(client, servers[0]), servers, next(letters), tool)
+        return cached / prompts
+
+    letters = iter(string.ascii_letters[40:])
+    stays, moves = seen(
+        lambda: (asyncio.run(round_of(1)), asyncio.run(round_of(0))), lambda found: found[0] > found[1] + 0.03, tries=4
+    )
+    print("share of prompt tokens that the caches had:", stays, "and where a publish moves conversations:", moves)
+    assert stays >= 0.8
