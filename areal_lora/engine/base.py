@@ -1,7 +1,5 @@
 """What callers give a trainer engine: loss functions over micro-batches, and the values of an optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -54,7 +52,7 @@ class AdamValues:
     max_grad_norm: float | None
 
     @classmethod
-    def of(cls, config: OptimizerConfig) -> AdamValues:
+    def of(cls, config: OptimizerConfig) -> "AdamValues":
         return cls(
             beta1=BETAS[0],
             beta2=BETAS[1],
