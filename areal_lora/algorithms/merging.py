@@ -4,8 +4,6 @@ A stream of named tensors in, the same names out; no tensor of the base is chang
 whatever the types of its parts, and cast last. The cast loses what is small beside the weight: `CastLoss` measures it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -35,7 +33,7 @@ class CastSums:
     lost: float = 0.0
     whole: float = 0.0
 
-    def include(self, other: CastSums) -> None:
+    def include(self, other: "CastSums") -> None:
         for field in fields(CastSums):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 

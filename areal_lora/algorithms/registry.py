@@ -1,7 +1,5 @@
 """From a configuration to an algorithm: its advantages, its loss, the fields that a batch must carry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -42,7 +40,7 @@ class Algorithm:
     critic: bool = False
     reference: ReferenceTerms | None = None
 
-    def with_kl_scale(self, scale: float) -> Algorithm:
+    def with_kl_scale(self, scale: float) -> "Algorithm":
         """The same with ``scale`` times the KL coefficient, in the loss and in the reward."""
         return replace(
             self,

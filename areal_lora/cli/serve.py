@@ -1,7 +1,5 @@
 """``areal-lora serve`` and ``chat``: a version behind vLLM's OpenAI server on loopback, a child of the command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

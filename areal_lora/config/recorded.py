@@ -32,8 +32,8 @@ from areal_lora.types import AdapterSpec
 # fmt: off
 OLD_KEYS = frozenset([
     "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "correct_threshold", "critic_rank",
-    "eval_every_steps", "format", "id", "json_field", "memory_mib", "min_lr_ratio", "name", "pattern", "seed", "stop",
-    "test_memory_mib", "test_s", "timeout_s", "top_p", "value_clip", "workers",
+    "eps", "eval_every_steps", "format", "id", "json_field", "memory_mib", "min_lr_ratio", "name", "pattern", "seed",
+    "stop", "test_memory_mib", "test_s", "timeout_s", "top_p", "value_clip", "workers",
 ])
 # fmt: on
 """Keys of an adapter that the version before had, and that are constants now."""

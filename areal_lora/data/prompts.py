@@ -13,8 +13,6 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -93,7 +91,7 @@ class Formatter:
         """The prompt's tokens [P]."""
         return self.prompt(sample, sample.uid, 0).token_ids
 
-    def prompt(self, sample: Sample, uid: str, position: int) -> Prompt:
+    def prompt(self, sample: Sample, uid: str, position: int) -> "Prompt":
         text = self.text(sample)
         if sample.messages is not None:
             ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -1,7 +1,5 @@
 """Exchange messages between trainer ranks, outside of the groups that train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +14,7 @@ from areal_lora.errors import PublishError
 INLINE_BYTES = 4096  # messages up to this size need one collective, larger ones a second
 
 
-def first_problem(mine: str, exchange: Exchange) -> str:
+def first_problem(mine: str, exchange: "Exchange") -> str:
     """The problem of the first rank that has one; empty if none has. The same on every rank. Collective."""
     return next((raw.decode() for raw in exchange.all_gather_bytes(mine.encode()) if raw), "")
 

@@ -13,8 +13,6 @@ This store has the same operations behind zmq CURVE, with keys derived from the 
 Traffic is encrypted. Both sides prove that they know the secret before the server reads a byte of a request.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +140,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     alive until ``close``: process groups hold only its C++ half, which cannot work alone.
     """
 
-    _open: ClassVar[set[CurveStore]] = set()
+    _open: ClassVar["set[CurveStore]"] = set()
 
     def __init__(self, host: str, port: int, secret: str, timeout_s: float) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """What callers give a trainer engine: loss functions over micro-batches, and the values of an optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +39,8 @@ every tensor-parallel rank calls it on equal inputs and must return equal sums.
 
 BETAS = (0.9, 0.95)
 """Adam's decay of the moments, where no client of the service gives its own."""
+EPS = 1e-8
+"""Added to the root of Adam's second moment, where no client of the service gives its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class AdamValues:
     max_grad_norm: float | None
 
     @classmethod
-    def of(cls, config: OptimizerConfig) -> AdamValues:
+    def of(cls, config: OptimizerConfig) -> "AdamValues":
         return cls(
             beta1=BETAS[0],
             beta2=BETAS[1],
-            eps=config.eps,
+            eps=EPS,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )

@@ -7,8 +7,6 @@ gated MLP. The defaults below are Llama's, and those of Qwen3-MoE for experts; a
 Names are paths below a layer (``model.layers.N``); ``{}`` stands for the number of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,7 +63,7 @@ class GatedMlp:
     down: str = "mlp.down_proj"
 
     @classmethod
-    def below(cls, path: str) -> GatedMlp:
+    def below(cls, path: str) -> "GatedMlp":
         """With the usual names, below ``path``."""
         return cls(gate=f"{path}.gate_proj", up=f"{path}.up_proj", down=f"{path}.down_proj")
 

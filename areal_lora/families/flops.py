@@ -1,7 +1,5 @@
 """Floating point operations of a model's passes, from its shapes alone; a multiply-add counts as two."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal_lora.families.family import Scope
@@ -25,7 +23,7 @@ class PassSizes:
     attention: int
 
     @classmethod
-    def of(cls, shape: ModelShape, adapter: AdapterStructure | None) -> PassSizes:
+    def of(cls, shape: ModelShape, adapter: AdapterStructure | None) -> "PassSizes":
         """Of a pass with ``adapter``, or of the base alone; a value head takes the place of the output layer."""
         layers, adapted = shape.moe_layers * shape.hidden * shape.experts, 0
         for key in linear_sites(shape):

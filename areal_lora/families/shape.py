@@ -1,7 +1,5 @@
 """Sizes of a Hugging Face model, from its config.json alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ class ModelShape:
         return layers + mlps + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> ModelShape:
+    def from_hf(cls, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> "ModelShape":
         """Read the fields of a config.json. ``checkpoint`` stands in for a row that the family does not have.
 
         Raises:

@@ -6,8 +6,6 @@ created exclusively. A file that a dead process of this host has left is replace
 whether its process is alive cannot be seen from here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -249,7 +247,7 @@ class RunStart:
         self.moved: Path | None = None
         self._fresh, self._code, self._sweep = fresh, code or {}, sweep
 
-    def __enter__(self) -> RunStart:
+    def __enter__(self) -> "RunStart":
         self.folder.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             held.enter_context(run_lock(self.folder))

@@ -4,8 +4,6 @@ Each process gets its own session: a Ctrl-C at the terminal reaches the launcher
 events. It is the "subreaper" of its descendants (Linux): a grandchild whose parent died is still found and ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -52,7 +50,7 @@ class Supervisor:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._mark = uuid4().hex
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> "Supervisor":
         _adopt_orphans(True)
         self._guardian = subprocess.Popen(
             [sys.executable, "-m", guardian.__name__, self._mark], stdin=subprocess.PIPE, start_new_session=True
@@ -147,7 +145,7 @@ class Supervisor:
         for _, process in self._running:
             process.terminate()
 
-    def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
+    def stop(self, grace_s: float | None = None, interrupted: "Interrupts | None" = None) -> None:
         """Have every process end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
 
         A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no process and no shared memory
@@ -212,7 +210,7 @@ class Interrupts:
         self.count = 0
         self._before: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> "Interrupts":
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
         return self

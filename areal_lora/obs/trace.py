@@ -79,7 +79,7 @@ def profiled(
 
     The spans of the step and the passes of each micro-batch are its ranges (`platforms.device.profiler_range`).
     """
-    if config is None or step not in config.steps or rank not in config.ranks:
+    if config is None or step not in config.steps or rank != 0:
         return nullcontext()
     return _recorded(folder / f"{adapter}-step-{step}-rank-{rank}.json.gz")
 

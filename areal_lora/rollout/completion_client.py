@@ -4,8 +4,6 @@ Failures are typed (contract C8): :class:`GenerationFault` names the kind of fai
 a retry can succeed. This module never retries; the controller retries whole groups.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
@@ -208,7 +206,7 @@ class CompletionClient:
         self._keyed = self._plain | authorization(secret, Plane.DATA)
         self._session: aiohttp.ClientSession
 
-    async def __aenter__(self) -> CompletionClient:
+    async def __aenter__(self) -> "CompletionClient":
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=client_context(self._secret, Plane.DATA)
         )
@@ -218,13 +216,13 @@ class CompletionClient:
     async def __aexit__(self, *exc_info: Any) -> None:
         await self._session.close()
 
-    def pinned(self) -> CompletionClient:
+    def pinned(self) -> "CompletionClient":
         """The same session, for evaluations; this client has been entered."""
         pinned = copy.copy(self)
         pinned.pins = True
         return pinned
 
-    def conversation(self) -> CompletionClient:
+    def conversation(self) -> "CompletionClient":
         """The same session, for a conversation; of one for a group of them, for a conversation of the group."""
         client = copy.copy(self)
         client.home = Home(self.home)

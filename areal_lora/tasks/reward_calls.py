@@ -8,8 +8,6 @@ A coroutine function scores the answers of a batch concurrently. A function with
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import inspect
@@ -56,7 +54,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(
         cls, sample: Sample, completion: str, *, n_tokens: int = 0, finish_reason: str = "", prefill: str = ""
-    ) -> ScoreItem:
+    ) -> "ScoreItem":
         """``completion`` as the answer to ``sample``; ``prefill`` is the text that it starts with."""
         prompt = sample.messages or ({"role": "user", "content": sample.prompt},)
         return cls(
@@ -86,7 +84,7 @@ class Score:
     cause: Cause = Cause.OTHER
 
     @classmethod
-    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> Score:
+    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> "Score":
         """An answer that could not be scored."""
         return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
 
@@ -112,7 +110,7 @@ class RewardCall:
     take_costs: Callable[[], dict[str, float]] = dict
 
     @classmethod
-    def of(cls, function: Any, name: str, take_costs: Callable[[], dict[str, float]] = dict) -> RewardCall:
+    def of(cls, function: Any, name: str, take_costs: Callable[[], dict[str, float]] = dict) -> "RewardCall":
         """Raises ConfigError for what cannot be called as a reward."""
         if not callable(function):
             raise ConfigError(name, f"is of type {type(function).__name__}, not a function", _FIX)

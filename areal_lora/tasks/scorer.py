@@ -13,8 +13,6 @@ reward states what is correct. An answer that one of them could not score is not
 answer's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -128,7 +126,7 @@ class ScorerPool:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _patient_start(self, *passing: type[Exception]) -> _Child:
+    async def _patient_start(self, *passing: type[Exception]) -> "_Child":
         """A child; a start is tried again where the system is short of something, and after errors of ``passing``.
 
         Raises EnvironmentError_ after as many failed starts in a row as there are pauses.
@@ -146,7 +144,7 @@ class ScorerPool:
         except OSError as error:
             raise EnvironmentError_(f"scorer: no process can be started: {error}") from error
 
-    async def _start(self) -> _Child:
+    async def _start(self) -> "_Child":
         if self._closed:
             raise RolloutError("scorer pool: already closed")
         child = await _Child.spawn(self)
@@ -166,7 +164,7 @@ class ScorerPool:
             raise RolloutError("scorer pool: closed while a child was started")
         return child
 
-    async def _discard(self, child: _Child) -> None:
+    async def _discard(self, child: "_Child") -> None:
         self._children.discard(child)
         await child.kill()
 

@@ -5,8 +5,6 @@ evaluate_if_due    requests an evaluation, which starts when the version is acti
 state              -> `ControllerState` of an adapter, for its checkpoint
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +48,7 @@ class EvalTracker:
     newest: int = -1
 
     @classmethod
-    def restored(cls, state: ControllerState) -> EvalTracker:
+    def restored(cls, state: ControllerState) -> "EvalTracker":
         newest = max(state.evaluations.keys() | state.pending, default=-1)
         return cls(results=dict(state.evaluations), pending=set(state.pending), newest=newest)
 

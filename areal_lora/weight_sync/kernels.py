@@ -7,8 +7,6 @@ the same process, and no tensor costs Python work. Only this file works with mem
 plans on a device.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -264,7 +262,7 @@ class TensorBlocks:
     blocks: np.ndarray
 
     @classmethod
-    def of(cls, tensors: Sequence[Sequence[Block]], src_dtype: str, dst_dtype: str) -> TensorBlocks:
+    def of(cls, tensors: Sequence[Sequence[Block]], src_dtype: str, dst_dtype: str) -> "TensorBlocks":
         """One inner sequence per tensor, in shard order; it may be empty."""
         flat = np.array([block for blocks in tensors for block in blocks], dtype=BLOCK)
         first = np.cumsum([0, *(len(blocks) for blocks in tensors)]).astype(np.int64)
@@ -287,14 +285,14 @@ class TensorBlocks:
             if len(wrong):
                 raise ValueError(f"block {wrong[0]} leaves its {what} ({start[wrong[0]]}..{end[wrong[0]]})")
 
-    def moved(self, src_by: np.ndarray | int = 0, dst_by: np.ndarray | int = 0) -> TensorBlocks:
+    def moved(self, src_by: np.ndarray | int = 0, dst_by: np.ndarray | int = 0) -> "TensorBlocks":
         """Shift all starts, for example from offsets to addresses."""
         blocks = self.blocks.copy()
         blocks["src"] += src_by
         blocks["dst"] += dst_by
         return replace(self, blocks=blocks)
 
-    def reversed(self) -> TensorBlocks:
+    def reversed(self) -> "TensorBlocks":
         """Exchange source and destination. Raises ValueError for a plan with scales or slots."""
         if self.blocks["dst_step"].any() or (self.blocks["scale"] != 1).any():
             raise ValueError("a plan that scales or fills slots has no inverse")

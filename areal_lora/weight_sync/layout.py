@@ -8,8 +8,6 @@ serves several names is sent once (contract C5); ``aliases`` maps the others to 
 its cost does not grow with names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -78,7 +76,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(s.nbytes for s in self.shards)
 
     @cached_property
-    def tables(self) -> tuple[TensorTable, ...]:
+    def tables(self) -> "tuple[TensorTable, ...]":
         """By shard, computed once per layout: the cost of a version must not grow with names."""
         return tuple(TensorTable(shard, self.dtype) for shard in self.shards)
 

@@ -7,8 +7,6 @@ would take half as much memory as the rows. Batches are made once per layout and
 `kernels` bit for bit; tensors on the CPU give them, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -32,7 +32,7 @@ def launch(root: Path, steps: int, **env: str) -> str:
         "eval.every_steps=0",
         "adapters.gsm8k.sampling.prompts_per_step=8",
         "adapters.gsm8k.task.n_eval=16",
-        "weight_sync.rejoin_s=300",
+        "weight_sync.timeout_s=75",
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | env)
     assert done.returncode == 0, done.stdout + done.stderr

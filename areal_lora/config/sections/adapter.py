@@ -149,7 +149,6 @@ class SftConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = Field(description="Learning rate after the warm-up; of lora_A where `lora_plus_ratio` is set.")
     lora_plus_ratio: PositiveFloat = Field(1.0, description="LoRA+: the learning rate of lora_B is `lr` times this.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of Adam's second moment.")
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
     max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")

@@ -2,22 +2,21 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegFloat, NonNegInt, PositiveInt, Section
+from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegInt, PositiveInt, Section
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
 
 class ProfileConfig(Section):
-    """Traces of training steps by torch's profiler, in `profile/` of the run folder."""
+    """Traces of training steps of trainer rank 0 by torch's profiler, in `profile/` of the run folder."""
 
     steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
-    ranks: list[NonNegInt] = Field([0], min_length=1, description="Trainer ranks that write a trace.")
 
 
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
@@ -158,21 +157,21 @@ class RolloutConfig(Section):
         return self.max_staleness + 2
 
 
-FORM_S = 30.0
-"""Seconds for new broadcast groups: connecting takes longer than a transfer, and grows with members, not with bytes."""
-
-
 class WeightSyncConfig(Section):
     backend: Literal["auto", "nccl", "hccl", "gloo"] = "auto"
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
     `cluster.device`, and gloo where a trainer rank and a server share a device."""
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    timeout_s: PositiveFloat = Field(30.0, description="Seconds for a publish, also with a second transfer.")
-    rejoin_s: NonNegFloat = 120.0
-    """Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for a publish, also with a second transfer. With fewer than `cluster.min_servers` members it waits four
+    times as long for servers to rejoin."""
     probe_tolerance: PositiveFloat | None = None
     """Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, 0.15 with
     `bfloat16`."""
+
+    form_s: ClassVar[float] = 30.0
+    """Time limit of forming all broadcast groups once, which no transfer's limit counts: connecting takes longer than a
+    transfer, and grows with members, not with bytes."""
 
     @property
     def attempt_s(self) -> float:
@@ -180,14 +179,14 @@ class WeightSyncConfig(Section):
         return 0.4 * self.timeout_s
 
     @property
-    def form_s(self) -> float:
-        """Time limit of forming all broadcast groups once, which no transfer's limit counts."""
-        return FORM_S
-
-    @property
     def ping_s(self) -> float:
         """Silence after which a server counts as dead."""
         return min(2.0, 0.1 * self.timeout_s)
+
+    @property
+    def rejoin_s(self) -> float:
+        """Time that a publish with too few members waits for servers to rejoin."""
+        return 4 * self.timeout_s
 
     @property
     def slot_s(self) -> float:
@@ -271,8 +270,8 @@ class ClusterConfig(Section):
     device_memory_gib: PositiveFloat | None = None
     """Memory of one device, GiB. If unset, it is read where the devices are on this machine."""
     min_servers: PositiveInt = 1
-    """Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then fails; a job that
-    has lost a node continues with as many."""
+    """Rollout servers that a run needs. With fewer a publish waits four times `weight_sync.timeout_s`, then fails; a
+    job that has lost a node continues with as many."""
     controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
     bind: str = "127.0.0.1"
     """Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address that `interface`

@@ -6,8 +6,6 @@ The plans are made once (`transfer_plan`); a publish runs them without Python wo
     this rank's memory -----------------------------------------------------+--> section 0 | section 1 ... -> the shard
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +121,7 @@ class AdapterMemory:
                 found[name] = self.weights[at:][: math.prod(shape)].view(shape).to("cpu", copy=True)
         return found
 
-    def packer(self, dtype: str) -> Packer:
+    def packer(self, dtype: str) -> "Packer":
         if dtype not in self._packers:
             self._packers[dtype] = Packer(self, self.layout(dtype), strided=self.weights.device.type != "cpu")
         return self._packers[dtype]

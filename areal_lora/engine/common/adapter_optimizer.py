@@ -9,8 +9,6 @@ same elements share the work and the moments (Rajbhandari et al., ZeRO, arXiv 19
 Gathered, the moments are arranged like the weights, so the same plans move them to checkpoints and back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

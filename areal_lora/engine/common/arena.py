@@ -22,8 +22,6 @@ expert-data (experts), then pipeline stages outermost::
     expert  rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +52,7 @@ class ParallelLayout:
     cp: int = 1
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> ParallelLayout:
+    def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> "ParallelLayout":
         """Raises ConfigError where the sizes do not fit the world or the model."""
         dense, experts_too = config.tp * config.cp * config.pp, config.ep * config.etp * config.pp
         if config.world_size % dense or config.world_size % experts_too:

@@ -17,8 +17,6 @@ before. A weight is sent by the rank that sends the module's lora_B, or its lora
 rank that has the expert. What experts share is in the memory of every such rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +134,7 @@ def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> tuple[list[s
     return names, packed.reversed()
 
 
-def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, _Copy]]:
+def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> "Iterator[tuple[str, _Copy]]":
     """The tensors of the value head in a rank's memory."""
     if (at := arena.head) is None:
         return

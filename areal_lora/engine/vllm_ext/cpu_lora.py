@@ -19,8 +19,6 @@ The pairs (token, expert) are gathered in rows, those of one expert and one adap
 to each other. Base weights are multiplied once per expert that has tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +91,7 @@ class BatchSlots:
     cells: np.ndarray  # [slots, 4] int64
 
     @classmethod
-    def of(cls, slots: np.ndarray) -> BatchSlots:
+    def of(cls, slots: np.ndarray) -> "BatchSlots":
         """``slots`` [T] int, negative for tokens without an adapter."""
         groups, group_of, counts = np.unique(slots, return_inverse=True, return_counts=True)
         used = groups >= 0
@@ -170,7 +168,7 @@ class ExpertPairs:
     cells: np.ndarray  # [C, 4] int64, of pairs with an adapter
 
     @classmethod
-    def of(cls, expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray) -> ExpertPairs:
+    def of(cls, expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray) -> "ExpertPairs":
         """Arguments as for `cpu_lora`."""
         flat = expert_ids.ravel()
         held = np.flatnonzero(flat >= 0)

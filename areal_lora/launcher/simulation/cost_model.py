@@ -5,8 +5,6 @@ Operations are those of `PassSizes`, rates those of an H100 as in docs/tools/siz
 measured on CPUs: `AdminClient` over TLS, gloo on one host.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math

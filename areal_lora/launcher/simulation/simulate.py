@@ -8,8 +8,6 @@ One seed decides everything. Not modelled: evaluations, checkpoints, KV caches t
 ``in_flight: interrupt``, all adapters but the first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -339,7 +337,7 @@ class SimulationReport:
     splits: tuple[tuple[Scenario, SimulatedRun], ...]
 
     @classmethod
-    def of(cls, config: Config, costs: CostModel, *, host: int, gpus: int | None) -> SimulationReport:
+    def of(cls, config: Config, costs: CostModel, *, host: int, gpus: int | None) -> "SimulationReport":
         """``host`` servers share a node; ``gpus`` replaces the number of devices that the splits are of."""
         trainer, rollout = config.trainer, config.rollout
         lost = host if host < rollout.servers else min(1, rollout.servers - 1)

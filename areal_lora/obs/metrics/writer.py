@@ -1,7 +1,5 @@
 """Write the records of a run: JSONL for every record, TensorBoard for scalars."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -59,7 +57,7 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

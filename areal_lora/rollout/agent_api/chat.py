@@ -4,8 +4,6 @@ Messages as turns for the chat template; from bodies of ``POST /v1/chat/completi
 requests, from answers to bodies and events.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """An agent's request and its replies, whichever API they came by: turns, what to sample, what was sampled, streams."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

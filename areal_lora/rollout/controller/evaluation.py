@@ -9,8 +9,6 @@ evaluations in progress divide the rest equally; one alone has all of it. Each m
 however large: an evaluation that waited for the others would lose its version meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -105,7 +103,7 @@ class EvalPlaces:
         self.changes.notify()
 
     @contextmanager
-    def share(self) -> Iterator[Share]:
+    def share(self) -> "Iterator[Share]":
         """The part of one evaluation, while it is in progress."""
         self._evaluations += 1
         try:

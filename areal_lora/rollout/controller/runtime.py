@@ -1,7 +1,5 @@
 """Everything that belongs to one adapter in the controller, and the work of one of its groups."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
@@ -63,7 +61,7 @@ class AdapterRuntime:
     paused: bool = False
     texts: bool = True
     take_costs: Callable[[], dict[str, float]] = dict
-    start: Callable[[AdapterRuntime, Ticket], None] = field(init=False)
+    start: "Callable[[AdapterRuntime, Ticket], None]" = field(init=False)
 
     def resize(self, servers: int) -> None:
         """Run as much at once as ``servers`` servers take. Groups that run already are not cut off."""

@@ -5,8 +5,6 @@ servers and counts to the quota of its tenant, like any adapter. The one that wa
 Where none can leave, the session leaves whose client has been silent for longest.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +126,7 @@ class Surroundings:
     capacity: int
 
     @classmethod
-    def of(cls, config: Config, observed: RunObserver) -> Surroundings:
+    def of(cls, config: Config, observed: RunObserver) -> "Surroundings":
         return cls(
             seen=observed.of,
             phases=observed.phases,

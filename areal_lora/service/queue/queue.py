@@ -7,8 +7,6 @@ Every call raises `RequestError`; what is another tenant's is answered like what
 durable. All changes are made by the service's one writer thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import shutil
@@ -72,7 +70,7 @@ class RequestQueue:
         self._start_s = now_s()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> RequestQueue:
+    async def __aenter__(self) -> "RequestQueue":
         for session in await self.change(lambda tx: tx.sessions("ended = 0")):
             self._heartbeats.opened(session.session, session.tenant)
         self._tasks = [

@@ -6,8 +6,6 @@ may still expect: they are deleted when a checkpoint covers them. ``samples`` ar
 fetched. ``forgotten`` has the highest incarnation of the deleted adapters that are no longer kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import secrets
@@ -128,7 +126,7 @@ class Tables:
         """The tenant's adapters, oldest first."""
         return [row for row in self.adapters.values() if row.tenant == tenant]
 
-    def after(self, row: AdapterRow, number: int) -> Tables:
+    def after(self, row: AdapterRow, number: int) -> "Tables":
         """The tables once operation ``number`` has made its adapter ``row``."""
         at = (row.tenant, row.name)
         adapters = {**self.adapters, at: row}
@@ -197,7 +195,7 @@ class Model:
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: AdapterRow, **values: Any) -> Model:
+    def of(cls, row: AdapterRow, **values: Any) -> "Model":
         """A new model whose adapter is ``row``."""
         values |= {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation, "adapter": row.key}
         return cls(created_s=row.created_s, **values)

@@ -11,8 +11,6 @@ Calls of the SDK that this service does not have: refused by name, at once, with
 The status is 422, because clients repeat everything from 500 on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -286,7 +284,7 @@ class Sdk:
         archives = Archives(queue, config, run_folder)
         self._parts = (Routes(queue, base, self._sampling), self._sampling, Checkpoints(queue, base), archives)
 
-    async def __aenter__(self) -> Sdk:
+    async def __aenter__(self) -> "Sdk":
         await self._sampling.start()
         return self
 

@@ -5,8 +5,6 @@
 What comes of samples is in memory: a service that starts samples again what no client has fetched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class Base:
     targets: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config) -> Base:
+    def of(cls, config: Config) -> "Base":
         folder = Path(config.model.path)
         local = folder.is_dir()
         name, aliases = _names(folder) if local else (config.model.path, frozenset())

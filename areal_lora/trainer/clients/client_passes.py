@@ -4,8 +4,6 @@ Saved states, ``RUN/states/ADAPTER/LABEL``, are folders like those of checkpoint
 written beside its place and then takes it, so that a crash leaves hidden folders (`tidy_states`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class Limits:
     longest: int
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape) -> Limits:
+    def of(cls, config: Config, shape: ModelShape) -> "Limits":
         longest = config.trainer.max_tokens_per_microbatch
         return cls(vocabulary=shape.vocab, longest=min(longest, shape.max_positions or longest))
 

@@ -8,8 +8,6 @@ When all members have joined they agree whether every receiver can read the sour
 If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time
@@ -41,7 +39,7 @@ log = get_logger(__name__)
 class Broadcast:
     """One broadcast in progress. The buffer must stay untouched until ``wait`` has returned or raised."""
 
-    def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
+    def __init__(self, group: "BroadcastGroup", flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
         with _named(group):
             self._issued = group.issue(flat, deadline)

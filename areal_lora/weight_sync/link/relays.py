@@ -8,8 +8,6 @@ changes its own group alone, a relay that leaves also the group below it. The fi
 are smaller where there are relays, which send them on as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ A source raises the generation before it writes the first byte of another versio
 generation after its last read knows that all bytes belong to one version (a seqlock with one writer).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -62,7 +60,7 @@ class Signal(NamedTuple):
         return _SIGNAL.pack(*self)
 
     @classmethod
-    def decode(cls, raw: bytes) -> Signal:
+    def decode(cls, raw: bytes) -> "Signal":
         return cls(*_SIGNAL.unpack(raw))
 
 

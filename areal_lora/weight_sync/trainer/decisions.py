@@ -1,7 +1,5 @@
 """Rank 0's decisions about a publish, as pure functions: what follows from the answers of servers and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -52,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
     @classmethod
-    def of(cls, e: ArealLoraError) -> Failure:
+    def of(cls, e: ArealLoraError) -> "Failure":
         if isinstance(e, ManifestError):
             return cls(kind="refused", reason=e.reason, message=e.detail)
         kind = "parity" if isinstance(e, ParityError) else "adapter" if isinstance(e, AdapterError) else "failed"

@@ -8,8 +8,6 @@
 Decisions are pure; ``ServerWatcher`` is the one thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -160,7 +158,7 @@ class ServerWatcher:
     def __init__(
         self,
         watch: RendezvousWatch,
-        roster: MemberRoster,
+        roster: "MemberRoster",
         ping: Callable[[ServerEndpoint], PingReply | None],
         period_s: float = WATCH_S,
     ) -> None:

@@ -23,6 +23,7 @@ from tests.support.distributed.engine_ranks import (
     CHUNKS,
     CLIPPED,
     DENOMINATOR,
+    EPS,
     OPTIMIZER,
     STEPS,
     TEMPERATURE,
@@ -253,7 +254,7 @@ class World:
             batch.loss_mask,
             denominator=DENOMINATOR,
             lr=OPTIMIZER.lr,
-            eps=OPTIMIZER.eps,
+            eps=EPS,
             max_grad_norm=OPTIMIZER.max_grad_norm,
             routes=routes,
         )
@@ -272,7 +273,7 @@ class World:
                 batch.loss_mask,
                 denominator=DENOMINATOR,
                 lr=OPTIMIZER.lr,
-                eps=OPTIMIZER.eps,
+                eps=EPS,
                 max_grad_norm=OPTIMIZER.max_grad_norm,
             )
             self._truth[kind] = (base.numpy(), cool.numpy(), step)
@@ -564,7 +565,7 @@ def test_a_stage_without_adapters_trains_with_the_others(world: World) -> None:
         batch.loss_mask,
         denominator=DENOMINATOR,
         lr=OPTIMIZER.lr,
-        eps=OPTIMIZER.eps,
+        eps=EPS,
         max_grad_norm=OPTIMIZER.max_grad_norm,
     )
     stepped = union(ranks, "stepped")
@@ -659,7 +660,7 @@ def test_comparison_notices_a_mask_that_is_shifted_by_one(world: World) -> None:
         batch.loss_mask.roll(1),
         denominator=DENOMINATOR,
         lr=OPTIMIZER.lr,
-        eps=OPTIMIZER.eps,
+        eps=EPS,
         max_grad_norm=OPTIMIZER.max_grad_norm,
     )
     found = step_error(union(world.ranks("ep2"), "stepped"), world.wires["moe"], wrong.stepped)
@@ -703,7 +704,7 @@ def test_clipping_and_state(world: World, extras: dict[str, Any]) -> None:
         batch.loss_mask,
         denominator=DENOMINATOR,
         lr=OPTIMIZER.lr,
-        eps=OPTIMIZER.eps,
+        eps=EPS,
         max_grad_norm=CLIPPED,
     )
     assert expected.grad_norm > 2 * CLIPPED

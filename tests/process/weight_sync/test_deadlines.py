@@ -8,7 +8,6 @@ import time
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.config.sections import run
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -123,7 +122,7 @@ def buckets_of(server, backend):
 def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(monkeypatch, backend):
     with serve() as server:
         last = buckets_of(server, backend)
-        monkeypatch.setattr(run, "FORM_S", 0.8)  # else the second transfer waits until the server has ended the first
+        monkeypatch.setattr(WeightSyncConfig, "form_s", 0.8)  # else a second transfer waits for the first
 
         def given_up():
             late = Late(server, last)
@@ -160,7 +159,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at(monkeypat
     with serve(Busy) as server:
         with Ranks(server, timeout_s=LONG_S) as ranks:
             assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
-        monkeypatch.setattr(run, "FORM_S", 0.5)  # no second attempt once the server is free
+        monkeypatch.setattr(WeightSyncConfig, "form_s", 0.5)  # no second attempt once the server is free
         with Ranks(server, timeout_s=2.0) as ranks:
             server._one_publish.acquire()  # by another request
             ((answer, _),) = ranks.outcomes(1)
@@ -195,7 +194,7 @@ class Hanging(MemoryServer):
 @pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
 def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
     monkeypatch.setattr(job_module, "SLACK_S", 0.5)
-    monkeypatch.setattr(run, "FORM_S", 0.8)
+    monkeypatch.setattr(WeightSyncConfig, "form_s", 0.8)
     monkeypatch.setattr(Hanging, "over", threading.Event())
 
     def outcomes():

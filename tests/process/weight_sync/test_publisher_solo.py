@@ -274,8 +274,8 @@ def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_
             for version in range(2):
                 solo.publish(version).wait()
                 held.enter_context(server.lease(f"a@v{version}"))
-        with Solo(server, watch=Watch(server), timeout_s=2.0, rejoin_s=LONG_S) as solo:
-            threading.Timer(4.0, held.close).start()
+        with Solo(server, watch=Watch(server), timeout_s=4.0) as solo:
+            threading.Timer(6.0, held.close).start()
             report = solo.publish(2).wait()
             assert report.servers == (server.endpoint,)
             assert server.held.resolve("a").ref == ref(2)

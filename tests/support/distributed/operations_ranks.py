@@ -19,10 +19,10 @@ from areal_lora.trainer.clients.client_passes import batch_of, carry_out
 from tests.support.distributed.engine_ranks import Case, build, export_gradients, make_rows, make_spec, numpy_of
 from tests.support.operations.client import datum, floats
 
-ADAM = OptimizerConfig(lr=1.0, eps=1e-6, weight_decay=0.01, max_grad_norm=0.05)
+ADAM = OptimizerConfig(lr=1.0, weight_decay=0.01, max_grad_norm=0.05)
 VALUES = AdamValues.of(ADAM)
 UNCLIPPED = AdamValues(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, max_grad_norm=None)
-OTHER = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=1e-9)
+OTHER = OptimizerConfig(lr=1.0, max_grad_norm=1e-9)
 STEPS = len(Loss)
 VOCABULARY = 40
 RATE = 0.02

@@ -16,7 +16,7 @@ from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape
 
 WORLD, STEPS, SKIPPED = 4, 4, 2
-CONFIG = OptimizerConfig(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=30.0, lora_plus_ratio=4.0)
+CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.1, max_grad_norm=30.0, lora_plus_ratio=4.0)
 SHAPE = make_shape("qwen3", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=8)
 SPEC = AdapterSpec(name="a", base_model="m", rank=3, alpha=4.0, target_modules=("linear_qkv", "linear_fc1"))
 

@@ -352,7 +352,7 @@ class World:
 
     def run(self) -> None:
         """The whole hour: versions are made as long as servers come and go, and two after that."""
-        self.config = WeightSyncConfig(rejoin_s=300.0)
+        self.config = WeightSyncConfig(timeout_s=75.0)
         with pytest.MonkeyPatch.context() as patch:
             for module in (leader, membership, fleet, publish_job):
                 patch.setattr(module, "time", Time(self))

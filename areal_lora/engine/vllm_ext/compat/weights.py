@@ -9,8 +9,6 @@ host copy in the plain order, as this worker holds it, and ``apply`` hands it to
 parameter is plain, and is overwritten in place, because CUDA graphs have its address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +66,7 @@ class WeightPart:
     full: tuple[int, int]
 
 
-def fused_weights(worker: Any) -> Iterator[FusedWeight]:
+def fused_weights(worker: Any) -> "Iterator[FusedWeight]":
     """Yield the layers of a worker's model that an adapter can change. Raises AdapterError for one of another form."""
     model: nn.Module = worker.model_runner.get_model()
     packed: dict[str, list[str]] = FUSED | process_packed_modules_mapping(model)

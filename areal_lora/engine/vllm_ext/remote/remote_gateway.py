@@ -9,8 +9,6 @@ the groups, and forwards requests. So a remote version is live under the same tr
 and counts as late or lost by the same rules. Shards pass through unread; the remote worker compares the fingerprints.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import signal

@@ -17,8 +17,6 @@ DELETE  ``/remote/NAME``                    200; the server has left
 401 is another token, 404 a server that the gateway does not know (any more), 410 a shard that does not arrive.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -7,8 +7,6 @@ The server process is that of any run, in a run folder of its own with a secret 
 and the controller that it sees. A shard is sent on unread, in memory that its workers read: they compare fingerprints.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -67,7 +65,7 @@ class GatewayClient:
         self.url, self._headers = url.rstrip("/"), {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession
 
-    async def __aenter__(self) -> GatewayClient:
+    async def __aenter__(self) -> "GatewayClient":
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=m.HOLD_S, sock_read=2 * m.HOLD_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         return self

@@ -5,8 +5,6 @@ per layout; a publish then runs compiled or strided copies only. This module kno
 ``compat.weights`` knows where vLLM keeps the buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -192,7 +190,7 @@ class PlacedBlock:
         *,
         step: int = 0,
         scale: float = 1.0,
-    ) -> PlacedBlock:
+    ) -> "PlacedBlock":
         """The rectangle ``held`` of a matrix ``full``, from row and column ``at`` on, goes to the start of ``place``.
 
         Raises ManifestError for a tensor that does not fit.

@@ -29,7 +29,7 @@ def test_a_stopped_controller_or_server_is_found_within_a_minute_by_default() ->
     ("overrides", "path", "words"),
     [
         (["run.stall_s=217"], "run.stall_s", "217.2 s"),
-        (["weight_sync.rejoin_s=870"], "run.stall_s", "trainer rank 0 sends no heartbeat"),
+        (["weight_sync.timeout_s=200"], "run.stall_s", "trainer rank 0 sends no heartbeat"),
     ],
 )
 def test_relations(overrides: list[str], path: str, words: str) -> None:
@@ -46,7 +46,6 @@ def test_just_inside() -> None:
         (["run.profile={steps: [1, 40]}"], {}),
         (["run.profile={steps: [41, 3]}"], {"run.profile.steps": "41 is after the last step, 40"}),
         (["run.profile={steps: [41]}", "adapters.0.steps=41"], {}),
-        (["run.profile={steps: [3], ranks: [0, 2]}"], {"run.profile.ranks": "2 is no rank of 2"}),
     ],
 )
 def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) -> None:
@@ -55,7 +54,7 @@ def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) 
     assert {f.path: f.reason for f in findings if f.path.startswith("run.profile")} == refused
 
 
-@pytest.mark.parametrize("overrides", ["{steps: []}", "{steps: [0]}", "{steps: [1], ranks: [-1]}", "{}"])
+@pytest.mark.parametrize("overrides", ["{steps: []}", "{steps: [0]}", "{}"])
 def test_a_profile_without_steps_or_of_step_0_is_refused(overrides: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.profile"):
         load_config(FILES, [f"run.profile={overrides}"])
