@@ -5,6 +5,7 @@ Decisions, link, checkpoints and records are the trainer's; the engine is a toy,
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -36,7 +37,7 @@ from areal_lora.operations.protocol import (
 from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
-from tests.support.operations.side import HeldDisk, Side
+from tests.support.operations.side import WAIT_S, HeldDisk, Side
 from tests.support.operations.toy_engine import VOCABULARY
 
 TEXT, OTHER = [5, 9, 12, 7], [8, 3, 17]
@@ -137,6 +138,18 @@ def test_others_train_while_a_checkpoint_is_written_and_while_servers_take_a_ver
     side.servers.answer("a.1")
     side.client.wait(lambda: last in side.client.outcomes("a.1"))
     assert side.client.outcomes("a.1")[last] == PublishResult(version=2)
+
+
+def test_an_answer_waits_for_no_record(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, record = threading.Event(), side.recorder.client_step
+    monkeypatch.setattr(side.recorder, "client_step", lambda *step: go_on.wait(WAIT_S) and record(*step))
+    side.client.begin("a.1", SFT, STEP)
+    side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
+    assert find(side.folder, "a.1").ref.version == 0
+    assert not side.records.steps
+    go_on.set()
+    side.client.settle("a.1")
+    assert [each.step for each in side.records.steps] == [0]
 
 
 @pytest.mark.parametrize("behind", [0, 2])
