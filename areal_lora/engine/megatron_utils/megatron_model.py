@@ -6,6 +6,8 @@ and gives every expert-parallel rank the first experts. Therefore `build_model` 
 the packing. Importing this file imports Megatron: the caller must have applied `cpu_patches` on a machine without GPU.
 """
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +21,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
@@ -35,6 +38,7 @@ from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
+from areal_lora.errors import ConfigError
 from areal_lora.platforms.device import collective_of, profiler_range
 from areal_lora.types import ExpertLayout
 
@@ -59,24 +63,26 @@ class ScheduleRanges:
 
 def build_model(
     model: ModelConfig, trainer: TrainerConfig, layout: ParallelLayout, hf: Mapping[str, Any], device: torch.device
-) -> tuple[nn.Module, Packing]:
-    """This rank's part of the model, weights not loaded, and its attention plans.
+) -> tuple[nn.ModuleList, Packing]:
+    """This rank's part of the model by virtual stage, weights not loaded, and its attention plans.
 
-    Parallel state must be initialised.
+    Parallel state must be initialised. Raises ConfigError where the kernels of the token dispatcher are not installed.
     """
     dtype = DTYPES[model.dtype]
+    _check_dispatcher(trainer)
     settings = _settings(trainer, layout, dtype, on_cpu=device.type == "cpu")
     provider = GPTModelProvider(**architecture(hf), **settings)
     provider.finalize()
-    module: nn.Module = provider.provide(
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    )
-    module = module.to(device=device, dtype=dtype)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    chunks, numbers = nn.ModuleList(), range(trainer.chunks)
+    for number in numbers:
+        ends = {"pre_process": first and number == 0, "post_process": last and number == numbers[-1]}
+        chunks.append(provider.provide(**ends, vp_stage=number if len(numbers) > 1 else None))
+    module = chunks.to(device=device, dtype=dtype)
     # Losses arrive as plain sums; with this set the schedule divides by nothing.
-    config: Any = module.config
-    config.calculate_per_token_loss = True
-    config.variable_seq_lengths = False
-    config.timers = ScheduleRanges()
+    provider.calculate_per_token_loss = True
+    provider.variable_seq_lengths = False
+    provider.timers = ScheduleRanges()
     rotary = RotaryEmbedding(  # Megatron's own, with its scaling of long contexts
         provider.kv_channels,
         rotary_percent=1.0,
@@ -90,14 +96,27 @@ def build_model(
     return module, packing
 
 
+def _check_dispatcher(trainer: TrainerConfig) -> None:
+    installed = {"alltoall": True, "deepep": fused_a2a.HAVE_DEEP_EP, "hybridep": fused_a2a.HAVE_HYBRIDEP}
+    if not installed[trainer.moe_dispatcher]:
+        name = {"deepep": "deep_ep.Buffer", "hybridep": "deep_ep.HybridEPBuffer"}[trainer.moe_dispatcher]
+        reason = f"{trainer.moe_dispatcher}, but {sys.executable} cannot import {name}"
+        fix = "install DeepEP there (https://github.com/deepseek-ai/DeepEP), or set it to alltoall"
+        raise ConfigError("trainer.moe_dispatcher", reason, fix)
+
+
 def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype, *, on_cpu: bool) -> dict[str, Any]:
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
+    flex = trainer.moe_dispatcher != "alltoall"
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": trainer.tp,
         "pipeline_model_parallel_size": trainer.pp,
         "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
+        # Interleaved, both neighbours of a stage may be the same: a batch of messages would mix up the two directions.
+        "overlap_p2p_comm": trainer.chunks > 1,
+        "batch_p2p_comm": trainer.chunks == 1,
         "expert_model_parallel_size": trainer.ep,
         "expert_tensor_parallel_size": trainer.etp,
         "sequence_parallel": trainer.tp > 1,
@@ -115,13 +134,15 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         # In bf16 two experts' scores are often equal, and another kernel than the server's chooses another one.
         "moe_router_dtype": "fp32",
         "transformer_layer_spec": partial(_layers, on_cpu=on_cpu),
-        "moe_token_dispatcher_type": "alltoall",
+        # Of Megatron's dispatchers without kernels gloo runs the one that gathers all tokens.
+        "moe_token_dispatcher_type": "flex" if flex else "allgather" if on_cpu else "alltoall",
+        **({"moe_flex_dispatcher_backend": trainer.moe_dispatcher} if flex else {}),
         "moe_permute_fusion": True,
         # Every weight is read from the folder.
         "perform_initialization": False,
     }
     if on_cpu:
-        # No fused kernels; of the dispatchers gloo runs the one that gathers all tokens.
+        # No fused kernels.
         fused = (
             "bias_activation_fusion",
             "bias_dropout_fusion",
@@ -131,17 +152,14 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
             "apply_rope_fusion",
             "persist_layer_norm",
         )
-        fields |= dict.fromkeys(fused, False) | {
-            "use_cpu_initialization": True,
-            "moe_token_dispatcher_type": "allgather",
-        }
+        fields |= dict.fromkeys(fused, False) | {"use_cpu_initialization": True}
     return fields
 
 
-def _layers(config: GPTModelProvider, *, on_cpu: bool) -> Any:
+def _layers(config: GPTModelProvider, vp_stage: int | None = None, *, on_cpu: bool) -> Any:
     """Attention over packed token trees, and grouped experts with LoRA inside."""
     norm = {"normalization": "RMSNorm"} if on_cpu else {}
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, **norm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, vp_stage=vp_stage, **norm)
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.self_attention.submodules.core_attention = modules.PackedAttention
@@ -162,6 +180,7 @@ def initialize_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,
+        virtual_pipeline_model_parallel_size=trainer.chunks if trainer.chunks > 1 else None,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.etp,
     )
@@ -206,6 +225,18 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     return classes
 
 
+def in_progress(stages: int, stage: int, chunks: int, *, train: bool) -> int:
+    """Micro-batches that a rank of ``stage`` has not finished when its first chunk computes the next one, at most.
+
+    One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one, each
+    stage before it has one more. Interleaved (Narayanan et al., arXiv 2104.04473, section 2.2), the chunks compute pp
+    micro-batches in turn, and the last stage differentiates the first one of a round in the next round.
+    """
+    if chunks > 1:
+        return 2 * stages - 1 if train else stages - 1
+    return stages - 1 - stage if train else 0
+
+
 class MegatronModel:
     """The `Compute` of the Megatron engine."""
 
@@ -221,11 +252,11 @@ class MegatronModel:
         tp_group, etp_group = initialize_parallel(trainer, device)
         self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.active, self._cp = ActiveAdapters(), trainer.cp
-        self.module: nn.Module
+        self.module: nn.ModuleList
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         dense, experts = replicas()
         load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank(), dense, experts)
-        self._output = modules.take_output(self.module, self.active)
+        self._output = modules.take_output(self.module[-1], self.active)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
@@ -250,19 +281,23 @@ class MegatronModel:
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
-        # One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one,
-        # each stage before it has one more in progress.
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        later = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
-        in_progress = later if train else 0
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        earlier = in_progress(stages, stage, len(self.module), train=train)
+        queues = [deque[tuple[PackedMicroBatch, Tensor]]() for _ in self.module]
 
-        def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
-            self._packing.keep(in_progress)
-            packed = next(iterator)
-            if self._output:
+        def forward_step(queue: deque[tuple[PackedMicroBatch, Tensor]], module: nn.Module) -> tuple[Tensor, Any]:
+            if not queue:
+                self._packing.keep(earlier)
+                packed = next(batches)
+                plan = self._packing.add(packed.attention, packed.tokens)
+                for each in queues:
+                    each.append((packed, plan))
+            packed, plan = queue.popleft()
+            if self._output and module is self.module[-1]:
                 self._output.expect(packed, judge.readout)
             # Positions are part of the attention plan; the model's embedding takes none.
-            predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.tokens))
+            predictions = module(packed.token_ids, None, plan)
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss, found = judge(packed, output[0])
@@ -274,8 +309,8 @@ class MegatronModel:
         try:
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=batches,
-                model=self.module,
+                data_iterator=queues,
+                model=list(self.module),
                 num_microbatches=len(plans),
                 seq_length=plans[0].n_tokens // self._cp,
                 micro_batch_size=1,

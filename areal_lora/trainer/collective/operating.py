@@ -133,11 +133,11 @@ def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operatio
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
+        window = clients.windows[state.name]
+        clients.settle(operation, outcome)  # no answer waits for a record: TensorBoard's first takes up to a second
         if isinstance(operation.what, protocol.OptimStep) and isinstance(outcome, protocol.StepResult):
             # Before the checkpoint, as of a training step: after any crash there is one record per step.
-            window = clients.windows[state.name]
             trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
-        clients.settle(operation, outcome)
     trainer.spans[state.name].restart()
     reached("trainer.operation.settling")
     _save(trainer, state)

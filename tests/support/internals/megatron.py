@@ -26,6 +26,7 @@ MEGATRON: tuple[Used, ...] = (
                 (
                     "tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
+                    "virtual_pipeline_model_parallel_size",
                     "expert_model_parallel_size",
                     "expert_tensor_parallel_size",
                 ),
@@ -67,7 +68,7 @@ MEGATRON: tuple[Used, ...] = (
     Used(
         module="megatron.core.models.gpt.gpt_layer_specs",
         name="get_gpt_decoder_block_spec",
-        calls=(("", ("config", "use_transformer_engine", "normalization")),),
+        calls=(("", ("config", "use_transformer_engine", "normalization", "vp_stage")),),
     ),
     Used(
         module="megatron.core.transformer.transformer_layer",
@@ -95,6 +96,7 @@ MEGATRON: tuple[Used, ...] = (
         name="MoEAlltoAllTokenDispatcher",
         members=("preprocess", "_maybe_dtoh_and_synchronize"),
     ),
+    Used(module="megatron.core.transformer.moe.fused_a2a", members=("HAVE_DEEP_EP", "HAVE_HYBRIDEP")),
     Used(module="megatron.core.transformer.spec_utils", name="ModuleSpec", members=("module", "submodules")),
     Used(
         module="megatron.core.pipeline_parallel.schedules",
@@ -113,6 +115,11 @@ MEGATRON: tuple[Used, ...] = (
                 ),
             ),
         ),
+    ),
+    Used(
+        module="megatron.core.pipeline_parallel.schedules",
+        name="forward_backward_pipelining_with_interleaving",
+        calls=(("", ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")),),
     ),
     Used(module="megatron.core.pipeline_parallel.schedules", name="get_forward_backward_func"),
     Used(
@@ -142,6 +149,7 @@ MEGATRON: tuple[Used, ...] = (
             "moe_router_load_balancing_type",
             "moe_aux_loss_coeff",
             "moe_token_dispatcher_type",
+            "moe_flex_dispatcher_backend",
             "moe_permute_fusion",
             "calculate_per_token_loss",
             "pipeline_model_parallel_layout",
@@ -164,6 +172,8 @@ MEGATRON: tuple[Used, ...] = (
             "use_cpu_initialization",
             "gradient_accumulation_fusion",
             "variable_seq_lengths",
+            "overlap_p2p_comm",
+            "batch_p2p_comm",
         ),
     ),
 )
@@ -182,7 +192,7 @@ BRIDGE: tuple[Used, ...] = (
             "transformer_layer_spec",
             "finalize",
         ),
-        calls=(("provide", ("pre_process", "post_process")),),
+        calls=(("provide", ("pre_process", "post_process", "vp_stage")),),
     ),
     Used(module="megatron.bridge.peft.lora_layers", name="LoRALinear"),
     Used(
