@@ -392,7 +392,7 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
         for j, _ in enumerate(sets if isinstance(sets, list) else []):
             spots += [("adapters", i, "evals", j, "task", key) for key in ("train", "eval", "keep")]
         keys = ("task.train", "task.eval", "task.keep", "init_from", "reward.path", "workflow.path")
-        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.environment", "workflow.env")]
+        spots += [("adapters", i, *key.split(".")) for key in (*keys, "workflow.env")]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
     for spot in spots:

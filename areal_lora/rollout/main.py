@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig, WorkerWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
@@ -36,6 +36,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
+from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
@@ -130,7 +131,9 @@ class SharedResources:
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run, hidden = adapter_run(self.config, adapter), self.run_folder.path
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
-        workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
+        workers = await stack.enter_async_context(
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter))
+        )
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:
             teacher = Teacher(model, partial(set_status, self.run_folder, ROLE, 0))
@@ -220,7 +223,7 @@ async def serve(
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
-        if config.service or any(isinstance(part.config.workflow, WorkerWorkflowConfig) for part in data):
+        if config.service or any(part.config.workflow.calls_endpoint for part in data):
             sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
@@ -250,7 +253,7 @@ async def serve(
 
 
 async def _tick(config: Config, run_folder: RunFolder) -> None:
-    """Keep the heart beating for as long as this event loop runs; workflows are user code and may hold it up."""
+    """Keep the heart beating for as long as this event loop runs."""
     heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
     try:
         while True:

@@ -10,7 +10,7 @@ import yaml
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import agent_gateway
@@ -21,7 +21,7 @@ from areal_lora.types import Sample
 from tests.support.docs import blocks
 from tests.support.paths import ROOT
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
+from tests.support.rollout.texts import EOS, FIELDS, SAMPLING, V1, Graded, served
 
 ALL_EXAMPLES = ROOT / "examples"
 BASE = [ALL_EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", ALL_EXAMPLES / "math" / "embedded.yaml"]
@@ -46,7 +46,7 @@ def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
         async with (
             served(fake, Graded(), one) as context,
             agent_gateway() as sessions,
-            EnvironmentWorkers(workflow) as workers,
+            EnvironmentWorkers(workflow, FIELDS) as workers,
         ):
             return await build_workflow(workflow, context, sessions, workers=workers).run(PROMPT, V1, seed=1)
 
@@ -60,9 +60,9 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
     for i, block in enumerate(shown):
         (tmp_path / f"block{i}.py").write_text(block)
     chosen: list[WorkflowConfig] = [
-        MultiTurnWorkflowConfig(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
+        WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/block0.py:SecondTry", args={"second_reward": 0.25}),
         WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/block1.py:agent"),
-        CustomWorkflowConfig(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
+        WorkerWorkflowConfig(kind="custom", path=f"{tmp_path}/block2.py:Mine", args={"max_tokens": 3}),
     ]
     rewards = [
         play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward

@@ -27,7 +27,7 @@ LINES = {
     "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
     "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "cli": 2332,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
     "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7529,  # agents, environments in workers, OpenEnv; streams, Anthropic, grammars; teachers
+    "rollout": 7911,  # agents, environments and workflows in workers, OpenEnv; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
