@@ -65,7 +65,8 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 class AgentWorkflow:
     """``n_samples`` agents at once. Each has a session; all trajectories of a session have its one reward.
 
-    ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``.
+    ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``. With ``cut`` an agent whose
+    time is over ends with what it has, if that can be trained on.
     """
 
     context: WorkflowContext
@@ -73,6 +74,7 @@ class AgentWorkflow:
     agent: Callable[[AgentTask], Coroutine[Any, Any, float | Score | None]]
     tool_parser: str | None = None
     kept: ConversationFile | None = None
+    cut: bool = False
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
@@ -123,6 +125,10 @@ class AgentWorkflow:
             try:
                 waited: set[asyncio.Future[Any]] = {running, session.fault}
                 done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done and self.cut and (trained := session.trained()):
+                    for i in trained:
+                        session.conversations[i].finish_reason = FaultKind.TIMEOUT
+                    return None
                 if not done:
                     raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():

@@ -198,12 +198,14 @@ class PlayedEpisode:
 class MultiTurnWorkflow:
     """``n_samples`` episodes at once, each with an environment of its own, which ``played`` runs in a worker.
 
-    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.timeout_s`.
+    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.timeout_s`. With ``cut`` an episode whose
+    time is over ends with its last answer.
     """
 
     context: WorkflowContext
     played: Played
     max_turns: int
+    cut: bool = False
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
@@ -241,6 +243,8 @@ class MultiTurnWorkflow:
             async with asyncio.timeout(timeout_s):
                 await self.played({"sample": msgspec.to_builtins(prompt.sample)}, episode.answer)
         except TimeoutError:
-            raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
+            if not self.cut or episode.last is None:
+                raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
+            packed.finish_reason = FaultKind.TIMEOUT
         assert episode.last is not None
         return episode, episode.last

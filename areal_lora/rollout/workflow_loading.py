@@ -72,7 +72,9 @@ def build_workflow(
             return flow.SingleTurnWorkflow(context=context)
         case config.WorkerWorkflowConfig(kind="multi_turn"):
             assert workers is not None
-            return MultiTurnWorkflow(context=context, played=workers.run, max_turns=chosen.max_turns)
+            return MultiTurnWorkflow(
+                context=context, played=workers.run, max_turns=chosen.max_turns, cut=chosen.on_timeout == "score"
+            )
         case config.WorkerWorkflowConfig(kind="custom"):
             assert workers is not None
             return CustomWorkflow(context=context, workers=workers)
@@ -84,6 +86,7 @@ def build_workflow(
                 agent=workers.play,
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder) if folder else None,
+                cut=chosen.on_timeout == "score",
             )
         case config.ClientWorkflowConfig():
             raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")

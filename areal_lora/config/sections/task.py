@@ -112,6 +112,9 @@ class WorkerWorkflowConfig(Section):
     args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
     servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
     max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
+    on_timeout: Literal["retry", "score"] = "retry"
+    """After `sampling.timeout_s` the group is sampled again, or (`score`) what a sample has is scored: by its rewards
+    so far (`multi_turn`), else by the configured reward of its last answer. Not of `custom`."""
     tool_parser: str | None = None
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
@@ -130,6 +133,8 @@ class WorkerWorkflowConfig(Section):
             raise ValueError(f"kind {self.kind} needs {needed}, and no other of path, env and servers: set it alone")
         if self.kind == "openenv" and not str(self.env).startswith(("http://", "https://")):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
+        if self.on_timeout == "score" and self.kind == "custom":
+            raise ValueError("kind custom has no part that could be scored: bound the time in its code")
         if self.tool_parser and not self.calls_endpoint:
             raise ValueError(f"kind {self.kind} has no requests with tools: leave tool_parser out")
         return self

@@ -16,6 +16,7 @@ from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome, Sample
+from tests.support.clocks import seen
 from tests.support.rollout.environments_here import played_here
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
@@ -62,6 +63,7 @@ def run(
     max_turns: int = 8,
     timeout_s: float = 120.0,
     stop: Sequence[str] = (),
+    cut: bool = False,
     **arguments: Any,
 ) -> Episode:
     async def main() -> Episode:
@@ -69,7 +71,7 @@ def run(
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "stop": list(stop)})
         async with served(fake, scorer or Graded(), sampling) as context:
             played = played_here(environment, **arguments)
-            workflow = MultiTurnWorkflow(context=context, played=played, max_turns=max_turns)
+            workflow = MultiTurnWorkflow(context=context, played=played, max_turns=max_turns, cut=cut)
             return await workflow.run(PROMPT, V1, seed=7)
 
     return asyncio.run(main())
@@ -270,6 +272,29 @@ def test_the_deadline_is_one_for_the_whole_episode() -> None:
     with pytest.raises(GenerationFault, match=r"episode took longer than 0\.4 s") as caught:
         run(lambda: Slow([]), timeout_s=0.4)
     assert caught.value.outcome is Outcome.TIMEOUT
+
+
+@pytest.mark.parametrize("reward", [None, 0.25])
+def test_an_episode_whose_time_is_over_is_scored_as_far_as_it_came(reward: float | None) -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 600.0 if k >= 2 else 0.0)
+    scorer = Graded(lambda text: Score(reward=0.5, outcome=Outcome.OK))
+    replies = [Reply(text="x", reward=reward), Reply(done=True, reward=9.0)]
+
+    def attempt() -> Episode | GenerationFault:
+        fake.requests.clear()
+        try:
+            return run(lambda: Scripted(list(replies)), server=fake, scorer=scorer, timeout_s=1.0, cut=True)
+        except GenerationFault as fault:  # no first answer within the time
+            return fault
+
+    episode = seen(attempt, lambda found: isinstance(found, Episode))
+    assert isinstance(episode, Episode)
+    for made in episode.group.trajectories:
+        assert (made.reward, made.outcome, made.finish_reason) == (reward or 0.5, Outcome.OK, "timeout")
+        tokens, _ = answer(list(PROMPT.token_ids), 0)
+        assert made.token_ids == [*PROMPT.token_ids, *tokens], "no reply without an answer to it"
+    with pytest.raises(GenerationFault, match="episode took longer"):
+        run(lambda: Scripted([]), server=FakeServer(models={str(V1)}, delay_s=lambda _: 9.0), timeout_s=0.3, cut=True)
 
 
 def test_many_quick_turns_cannot_outlast_the_deadline() -> None:
