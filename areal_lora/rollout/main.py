@@ -39,6 +39,7 @@ from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
@@ -165,6 +166,9 @@ class SharedResources:
             if teacher is not None:
                 await teacher.close()
 
+        solved = None
+        if sampling.difficulty == "learnability":
+            solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
         feed = AdapterFeed(
             adapter.name,
@@ -179,6 +183,7 @@ class SharedResources:
             clock=time.monotonic,
             lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
             drop_uniform=adapter.algorithm.drop_uniform,
+            solved=solved,
         )
         return AdapterRuntime(
             feed=feed,
