@@ -82,7 +82,7 @@ def test_the_documentations_environment_is_read() -> None:
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (ALL_EXAMPLES / "workflows").glob("*.yaml")))
 def test_shipped_workflows_pass_the_guardrails(overlay: str) -> None:
     config = load_config([*BASE, ALL_EXAMPLES / "workflows" / overlay])
-    assert config.adapters[0].workflow.kind in ("multi_turn", "agent")
+    assert config.adapters[0].workflow.kind != "single_turn"
     assert check(config, gather_facts(config, runs_here=False)) == ()
 
 
@@ -99,3 +99,14 @@ def test_second_try(answers: list[str], reward: float, said: str) -> None:
 def test_vote(answers: list[str], reward: float) -> None:
     episode = run("vote", answers)
     assert [(t.sample, t.reward) for t in episode.group.trajectories] == [(i, reward) for i in (0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "hints"),
+    [(["7"], 1.0, []), (["9", "5", "7"], 1.0, ["less", "more"]), (["x", "6", "8"], 0.0, ["a number", "more"])],
+)
+def test_hints(answers: list[str], reward: float, hints: list[str]) -> None:
+    (made,) = run("gym", answers).group.trajectories
+    assert made.reward == reward
+    shown = "".join(chr(token) for token, on in zip(made.token_ids, made.loss_mask, strict=True) if not on)
+    assert shown == "<user:Q?>" + "".join(f"<user:It is {hint}.>" for hint in hints)
