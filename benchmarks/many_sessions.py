@@ -85,10 +85,15 @@ def percentiles(values: list[float], *, over_time: bool) -> str:
 
 
 async def delays(seen: list[float]) -> None:
-    while True:
-        due = time.monotonic() + 0.01
-        await asyncio.sleep(0.01)
-        seen.append(time.monotonic() - due)
+    """Of timers; garbage is collected as in the controller."""
+    from areal_lora.processes.startup import rare_full_collections
+
+    with rare_full_collections() as collect:
+        while True:
+            collect()
+            due = time.monotonic() + 0.01
+            await asyncio.sleep(0.01)
+            seen.append(time.monotonic() - due)
 
 
 def resident_mb() -> float:
@@ -98,6 +103,7 @@ def resident_mb() -> float:
 async def controller(url: str, sessions: int, seconds: int, loop: TimedLoop) -> None:
     from areal_lora.config.models import SamplingConfig, WorkerWorkflowConfig
     from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
+    from areal_lora.processes.startup import collector_paused
     from areal_lora.rollout.agents import AgentWorkflow, agent_gateway
     from areal_lora.rollout.completion_client import CompletionClient
     from areal_lora.rollout.custom_child import ContextFields
@@ -117,6 +123,8 @@ async def controller(url: str, sessions: int, seconds: int, loop: TimedLoop) -> 
             return found
 
     model = str(ROOT / "examples" / "math" / "tiny_model")
+    with collector_paused():
+        tokenizer = load_tokenizer(model)
     sampling = SamplingConfig(prompts_per_step=1, n_samples=8, max_new_tokens=512, timeout_s=1e6)
     chosen = WorkerWorkflowConfig(path=f"{Path(__file__).resolve()}:agent")
     fields = ContextFields(model=model, format={}, sampling={}, max_model_len=1 << 20, streams=True)
@@ -132,7 +140,7 @@ async def controller(url: str, sessions: int, seconds: int, loop: TimedLoop) -> 
             client=client,
             scorer=scorer,
             sampling=sampling,
-            formatter=Formatter(tokenizer=load_tokenizer(model)),
+            formatter=Formatter(tokenizer=tokenizer),
             max_model_len=1 << 20,
         )
         workflow = AgentWorkflow(context=context, sessions=opened, agent=workers.play)

@@ -23,7 +23,7 @@ from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import collector_paused, die_with_parent
+from areal_lora.processes.startup import collector_paused, die_with_parent, rare_full_collections
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
@@ -261,9 +261,11 @@ async def _tick(config: Config, run_folder: RunFolder) -> None:
     """Keep the heart beating for as long as this event loop runs."""
     heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
     try:
-        while True:
-            heart.progress(EVENT_LOOP)
-            await asyncio.sleep(EVERY_S)
+        with rare_full_collections() as collect:
+            while True:
+                heart.progress(EVENT_LOOP)
+                collect()
+                await asyncio.sleep(EVERY_S)
     finally:
         heart.stop()  # the tasks are being ended; one that does not let itself be ended must not look alive
 

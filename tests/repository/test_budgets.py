@@ -40,8 +40,8 @@ LINES = {
     "obs": 4656,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
-    "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 8007,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
+    "processes": 405,  # stacks after a fatal signal; shared_memory, from launcher; rare full collections
+    "rollout": 8009,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
