@@ -95,3 +95,16 @@ class Abandons:
         while not self.closed.exists():
             await asyncio.sleep(0.01)
         return await self.inner.run(prompt, ref, seed)
+
+
+class Shown:
+    """Single turn, whose trajectories have a detail that shows the context."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self.context, self.inner = context, SingleTurnWorkflow(context=context)
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        episode, context = await self.inner.run(prompt, ref, seed), self.context
+        detail = f"{context.evaluating} {context.sampling.temperature} {context.max_model_len}"
+        shown = tuple(replace(t, detail=detail) for t in episode.group.trajectories)
+        return replace(episode, group=replace(episode.group, trajectories=shown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from areal_lora.types import Outcome
 from tests.support.rollout import custom_workflows
 from tests.support.rollout.custom_workflows import Changed
 from tests.support.rollout.fake_server import FakeServer, Fault
-from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, V1, Graded, prompt_of, served
+from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
 
@@ -142,6 +143,25 @@ def test_requests_of_a_conversation_have_its_home(monkeypatch: pytest.MonkeyPatc
     mine, other, again, alone = homes
     assert (mine is again, mine is other, alone) == (True, False, None)
     assert mine.group is other.group is not None
+
+
+def test_an_evaluation_has_a_context_of_its_own_in_the_same_worker() -> None:
+    config = chosen("Shown")
+
+    async def main() -> list[str]:
+        fake = FakeServer(models={str(V1), str(V2)})
+        async with served(fake, Graded()) as context, EnvironmentWorkers(config, FIELDS) as workers:
+            client: Any = context.client
+            warm = context.sampling.model_copy(update={"temperature": 0.5})
+            evaluating = replace(context, client=client.pinned(), sampling=warm)
+            episodes = [
+                await build_workflow(config, each, Sessions(), workers=workers).run(PROMPT, V1, seed=1)
+                for each in (context, evaluating, context)
+            ]
+        return [f"{t.adapter} {t.detail}" for t in (episode.group.trajectories[0] for episode in episodes)]
+
+    newest, pinned = "math@v2 False 1.0 64", "math@v1 True 0.5 64"
+    assert asyncio.run(main()) == [newest, pinned, newest]
 
 
 def test_an_abandoned_request_ends_at_the_server_before_its_workflow(tmp_path: Path) -> None:
