@@ -71,7 +71,7 @@ def configuration(
     workflow = {
         "kind": "custom",
         "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
-        "arguments": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
+        "args": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
     }
     sampling = {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST}
     adapters = [

@@ -144,7 +144,7 @@ def settings(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, 
     workflow = {
         "kind": "custom",
         "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
-        "arguments": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
+        "args": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
     }
     return {
         "run": {"root": str(root), "name": name, "steps": steps},

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, open_run, run_names
 from areal_lora.cli.serve import ServingEndpoint, served
-from areal_lora.config.models import AdapterConfig, Config, WorkerWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
@@ -31,6 +31,7 @@ from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import EvalPlaces
+from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.main import build_evaluator
 from areal_lora.rollout.routing import Router
@@ -87,9 +88,11 @@ async def _measured(
         client = await stack.enter_async_context(CompletionClient(router, ""))  # loopback, without a key
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, folder.path))
         sessions = Sessions()
-        if any(isinstance(each.workflow, WorkerWorkflowConfig) for each in sets):
+        if any(each.workflow.calls_endpoint for each in sets):
             sessions = await stack.enter_async_context(agent_gateway())
-        workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
+        workers = await stack.enter_async_context(
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(config, adapter))
+        )
         places = EvalPlaces(config.rollout.max_num_seqs)
         evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places, workers=workers)
         return await evaluator.run(ref, "eval")

@@ -253,10 +253,6 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
         if isinstance(reward, FunctionReward):
             yield f"{key}.path", reward.path
     match adapter.workflow:
-        case models.MultiTurnWorkflowConfig(environment=environment):
-            yield f"{at}workflow.environment", environment
-        case models.CustomWorkflowConfig(path=path):
-            yield f"{at}workflow.path", path
         case models.WorkerWorkflowConfig() as chosen:
             settings = json.dumps(chosen.args) if chosen.kind == "verifiers" and chosen.args else None  # may name code
             parser = None if chosen.tool_parser and chosen.tool_parser.isidentifier() else chosen.tool_parser
@@ -277,7 +273,8 @@ def _code_problems(config: models.Config) -> Iterator[ConfigError]:
             if key.endswith(".tool_parser") and ":" not in text:
                 continue  # one of vLLM's
             if isinstance(adapter.workflow, models.WorkerWorkflowConfig) and ".py:" not in text and ".workflow." in key:
-                checked = (".tool_parser",) if adapter.workflow.python else (".tool_parser", ".path")
+                named = (".path", ".env") if adapter.workflow.kind in ("gym", "multi_turn") else (".path",)
+                checked = (".tool_parser", *(() if adapter.workflow.python else named))
                 if not key.endswith(checked):
                     continue  # of another interpreter, or no code
             try:

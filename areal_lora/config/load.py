@@ -387,7 +387,7 @@ def _plain(value: Any) -> Any:
 def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
-    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.environment workflow.env"
+    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
     for i, adapter in enumerate(data.get("adapters") or []):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         n_sets = len(sets) if isinstance(sets, list) else 0

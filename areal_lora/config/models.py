@@ -28,8 +28,6 @@ from areal_lora.config.sections.run import (
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import (
     ClientWorkflowConfig,
-    CustomWorkflowConfig,
-    MultiTurnWorkflowConfig,
     SingleTurnWorkflowConfig,
     WorkerWorkflowConfig,
     WorkflowConfig,
@@ -39,8 +37,8 @@ from areal_lora.run_folder.paths import RunFolder
 # fmt: off
 __all__ = [
     "AdapterConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
-    "ClusterConfig", "Config", "CustomWorkflowConfig", "EvalConfig", "ModelConfig",
-    "MultiTurnWorkflowConfig", "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
+    "ClusterConfig", "Config", "EvalConfig", "ModelConfig",
+    "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
     "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig",
     "WorkflowConfig",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from areal_lora.config.models import AdapterConfig, Config, WorkerWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.adapter import Kind
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
@@ -272,6 +272,6 @@ def _needs(adapter: AdapterConfig) -> frozenset[Need]:
         "critic": chosen.has_critic,
         "greedy answers": chosen.has_baseline,
         "given answers": adapter.sft.steps > 0,
-        "an agent": isinstance(adapter.workflow, WorkerWorkflowConfig),
+        "an agent": adapter.workflow.calls_endpoint,
     }
     return frozenset(need for need, given in present.items() if given)

@@ -209,6 +209,10 @@ class PromptStream:
                 "raise it, or lower sampling.max_new_tokens",
             )
 
+    def index(self, position: int) -> int:
+        """That of the position's sample in the data set."""
+        return locate(position, len(self._samples), self._seed)[1]
+
     def at(self, position: int) -> Prompt:
         epoch, index = locate(position, len(self._samples), self._seed)
         sample = self._samples[index]

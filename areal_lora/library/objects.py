@@ -182,7 +182,7 @@ LOSS, ADVANTAGE = "loss", "advantage"
 _GIVEN = "given:object"
 _SECTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     REWARD: ("reward", {"kind": "function", "path": _GIVEN}),
-    ENVIRONMENT: ("workflow", {"kind": "multi_turn", "environment": _GIVEN}),
+    ENVIRONMENT: ("workflow", {"kind": "multi_turn", "env": _GIVEN}),
     AGENT: ("workflow", {"kind": "agent", "path": _GIVEN}),
     WORKFLOW: ("workflow", {"kind": "custom", "path": _GIVEN}),
 }

@@ -39,7 +39,7 @@ from areal_lora.rollout.agent_api.responses import parse_response, response_body
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
+from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, repeated
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
 
@@ -55,17 +55,6 @@ class AgentTask:
     timeout_s: float
 
 
-class WorkerLost(GenerationFault):
-    """The process that ran an agent has ended. Only its sample is repeated."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(FaultKind.ENVIRONMENT, detail)
-
-
-SAMPLE_TRIES = 3
-"""Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
-
-
 def _retrieve(task: asyncio.Task[Any]) -> None:
     """Consume the exception of an agent whose session has ended."""
     if not task.cancelled():
@@ -76,7 +65,8 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 class AgentWorkflow:
     """``n_samples`` agents at once. Each has a session; all trajectories of a session have its one reward.
 
-    ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``.
+    ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``. With ``cut`` an agent whose
+    time is over ends with what it has, if that can be trained on.
     """
 
     context: WorkflowContext
@@ -84,11 +74,13 @@ class AgentWorkflow:
     agent: Callable[[AgentTask], Coroutine[Any, Any, float | Score | None]]
     tool_parser: str | None = None
     kept: ConversationFile | None = None
+    cut: bool = False
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         ended = await all_samples(
-            self._sample(group.conversation(), prompt, ref, i, derived_seed(seed, i)) for i in range(n)
+            repeated(partial(self._tried, group.conversation(), prompt, ref, i, derived_seed(seed, i)))
+            for i in range(n)
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
         for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
@@ -103,15 +95,6 @@ class AgentWorkflow:
             texts=tuple(session.last_text for session, _ in ended for _ in session.trained()),
             turns=tuple(session.turns_of(i) for session, _ in ended for i in session.trained()),
         )
-
-    async def _sample(
-        self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
-    ) -> tuple[Session, float | Score | None]:
-        """A worker's end repeats the sample, in a new session: what the lost one sampled is not trained on."""
-        for _ in range(SAMPLE_TRIES - 1):
-            with contextlib.suppress(WorkerLost):
-                return await self._tried(context, prompt, ref, i, seed)
-        return await self._tried(context, prompt, ref, i, seed)
 
     async def _tried(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
@@ -142,6 +125,10 @@ class AgentWorkflow:
             try:
                 waited: set[asyncio.Future[Any]] = {running, session.fault}
                 done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done and self.cut and (trained := session.trained()):
+                    for i in trained:
+                        session.conversations[i].finish_reason = FaultKind.TIMEOUT
+                    return None
                 if not done:
                     raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():

@@ -8,11 +8,10 @@ The model and an environment take turns, and the episode is one packed trajector
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,10 +19,17 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.errors import RecordError
 from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.user_code import call
-from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.rollout.workflow import (
+    Episode,
+    PackedTurns,
+    WorkflowContext,
+    all_samples,
+    derived_seed,
+    given_score,
+    repeated,
+)
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
 _encode = msgspec.json.Encoder().encode
 
@@ -125,7 +131,7 @@ class Environment(Protocol):
     """The other side of one episode; a new one for each trajectory. Both methods may be ``async``."""
 
     def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
-        """Start; the text returned, if any, is put after the prompt."""
+        """Start; the text returned, if any, is put after the prompt. ``sample`` has the fields of a `Sample`."""
         ...
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
@@ -133,38 +139,90 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlayedTurns:
+Answer: TypeAlias = Callable[[Any], Coroutine[Any, Any, Any]]
+"""Returns what the code in a worker is to get for what it sent; both are JSON."""
+Played: TypeAlias = Callable[[Mapping[str, Any], Answer], Awaitable[object]]
+"""Runs a sample with these fields in a worker, and answers its calls. Raises GenerationFault, WorkerLost."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlayedEpisode:
+    """One episode as far as it has come. `answer` is called with the environment's first text, then its replies."""
+
+    context: WorkflowContext
+    ref: AdapterRef
+    seed: int
+    max_turns: int
     packed: PackedTurns
-    last: Generation
-    reward: float | None
+    rewards: list[float] = field(default_factory=list)
+    n_turns: int = 0
+    last: Generation | None = None
+
+    async def answer(self, body: Any) -> str | None:
+        """The model's next answer, None if the episode has ended. Raises GenerationFault.
+
+        It ends when the environment is done, after ``max_turns`` answers, with an answer that is cut off by its length
+        (the environment still judges it), or when a reply leaves no room for another answer.
+        """
+        context, reply, longest = self.context, msgspec.convert(body, Reply, strict=False), self.context.max_model_len
+        if self.last is None:
+            added = context.encode(reply.text) if reply.text else []
+            if len(self.packed) + len(added) >= longest:
+                raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
+        else:
+            if reply.reward is not None:
+                self.rewards.append(reply.reward)
+            if reply.done or self.last.finish_reason == "length":
+                return None
+            added = context.formatter.reply(reply.text, reply.role, self.last.token_ids)
+            if self.n_turns == self.max_turns:
+                self.packed.finish_reason = "max_turns"
+                return None
+            if len(self.packed) + len(added) >= longest:
+                self.packed.finish_reason = "length"
+                return None
+        # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
+        (self.last,) = await context.answer(
+            self.ref,
+            [*self.packed.token_ids, *added],
+            seed=derived_seed(self.seed, self.n_turns),
+            timeout_s=2 * context.sampling.timeout_s,
+        )
+        self.packed.given(added)
+        self.packed.sampled(self.last)
+        self.n_turns += 1
+        return self.last.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTurnWorkflow:
-    """``n_samples`` episodes at once, each with an environment of its own from ``environment(**arguments)``.
+    """``n_samples`` episodes at once, each with an environment of its own, which ``played`` runs in a worker.
 
-    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.timeout_s`. It ends when the
-    environment is done, after ``max_turns`` answers, with an answer that is cut off by its length (the environment
-    still judges it), or when a reply leaves no room for another answer.
+    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.timeout_s`. With ``cut`` an episode whose
+    time is over ends with its last answer.
     """
 
     context: WorkflowContext
-    environment: Callable[..., Environment]
-    arguments: Mapping[str, Any]
+    played: Played
     max_turns: int
+    cut: bool = False
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
-        played = await all_samples(
-            self._within_deadline(group.conversation(), prompt, ref, derived_seed(seed, i)) for i in range(n)
+        made = await all_samples(
+            repeated(partial(self._episode, group.conversation(), prompt, ref, derived_seed(seed, i))) for i in range(n)
         )
-        scores = await self.context.scores([(self.context.item(prompt.sample, p.last), p.reward) for p in played])
+        scores = await self.context.scores(
+            [
+                (self.context.item(prompt.sample, answer), given_score(sum(each.rewards)) if each.rewards else None)
+                for each, answer in made
+            ]
+        )
         trajectories = tuple(
-            p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
-            for i, (p, score) in enumerate(zip(played, scores, strict=True))
+            each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
+            for i, ((each, _), score) in enumerate(zip(made, scores, strict=True))
         )
-        sampled = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
+        sampled = [each.packed.token_ids[len(prompt.token_ids) :] for each, _ in made]
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
             # The special tokens of a chat mark the speaker.
@@ -174,57 +232,19 @@ class MultiTurnWorkflow:
             ),
         )
 
-    async def _within_deadline(
+    async def _episode(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int
-    ) -> _PlayedTurns:
-        timeout_s = context.sampling.timeout_s
+    ) -> tuple[PlayedEpisode, Generation]:
+        """The episode and its last answer."""
+        packed, timeout_s = PackedTurns(), context.sampling.timeout_s
+        packed.given(prompt.token_ids)
+        episode = PlayedEpisode(context=context, ref=ref, seed=seed, max_turns=self.max_turns, packed=packed)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._play(context, prompt, ref, seed)
+                await self.played({"sample": msgspec.to_builtins(prompt.sample)}, episode.answer)
         except TimeoutError:
-            raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
-
-    async def _play(self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int) -> _PlayedTurns:
-        longest = context.max_model_len
-        code = partial(call, FaultKind.ENVIRONMENT, ref.name)
-        environment = await code(self.environment, **self.arguments)
-        reset, step = await code(_now, attrgetter("reset", "step"), environment)
-        first = _checked("reset", await code(reset, prompt.sample), str, type(None))
-        packed, rewards = PackedTurns(), list[float]()
-        # Not every text that an environment makes can be tokenized: half a surrogate pair cannot.
-        packed.given(prompt.token_ids + (await code(_now, context.encode, first) if first else []))
-        if len(packed) >= longest:
-            raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
-        for turn in range(self.max_turns):
-            # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
-            (answer,) = await context.answer(
-                ref, packed.token_ids, seed=derived_seed(seed, turn), timeout_s=2 * context.sampling.timeout_s
-            )
-            packed.sampled(answer)
-            reply = _checked("step", await code(step, answer.text), Reply)
-            if reply.reward is not None:
-                rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
-            if reply.done or answer.finish_reason == "length":
-                break
-            text = _checked("step's text", reply.text, str)
-            added = await code(_now, context.formatter.reply, text, reply.role, answer.token_ids)
-            if turn + 1 == self.max_turns:
-                packed.finish_reason = "max_turns"
-            elif len(packed) + len(added) >= longest:
-                packed.finish_reason = "length"
-                break
-            else:
-                packed.given(added)
-        return _PlayedTurns(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
-
-
-async def _now(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run in the event loop: `call` gives what is no coroutine function a thread."""
-    return function(*arguments)
-
-
-def _checked(what: str, value: Any, *kinds: type) -> Any:
-    if not isinstance(value, kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise GenerationFault(FaultKind.ENVIRONMENT, f"{what} is {type(value).__name__}, not {names}", Cause.CODE)
-    return value
+            if not self.cut or episode.last is None:
+                raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
+            packed.finish_reason = FaultKind.TIMEOUT
+        assert episode.last is not None
+        return episode, episode.last

@@ -2,14 +2,15 @@
 
 Messages are JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with;
 user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
-loop, blocking code in threads. A sample that is cancelled is answered when its last thread has ended. At the end of its
-input the process ends its whole group.
+loop, blocking code in threads, and may call the controller. A sample that is cancelled is answered when its last thread
+has ended. At the end of its input the process ends its whole group.
 """
 
 import asyncio
 import errno
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -68,11 +69,26 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
     running = dict[int, asyncio.Task[dict[str, Any]]]()
+    calls, numbers = dict[int, asyncio.Future[Any]](), itertools.count(1)
 
     def receive() -> None:
         while (message := read(requests)) is not None:
             loop.call_soon_threadsafe(queue.put_nowait, message)
         os.killpg(0, signal.SIGKILL)  # the parent has ended
+
+    async def call(number: int, body: Any) -> Any:
+        """The controller's answer to ``body``, which sample ``number`` sends."""
+        request = next(numbers)
+        calls[request] = loop.create_future()
+        message = {"type": "call", "number": number, "request": request}
+        write(replies, {**message, "body": body})
+        try:
+            return await calls[request]
+        except asyncio.CancelledError:
+            write(replies, {**message, "body": None})
+            raise
+        finally:
+            del calls[request]
 
     def answer(number: int, ended: "asyncio.Task[dict[str, Any]]") -> None:
         del running[number]
@@ -80,17 +96,20 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
         played = ended.result() if error is None else failure(error)
         if not isinstance(reward := played.get("reward"), (bool, type(None))):
             played["reward"] = str(reward)  # JSON has no NaN
-        write(replies, {"number": number, **played})
+        write(replies, {"type": "result", "number": number, **played})
 
     environment = await kinds.called(kinds.KINDS[setup["kind"]], setup)
     async with environment.opened():
-        write(replies, {"number": 0})
+        write(replies, {"type": "result", "number": 0})
         threading.Thread(target=receive, daemon=True).start()
         while True:
             message = await queue.get()
             number = message["number"]
-            if message["task"] is not None:
-                task = SimpleNamespace(**message["task"])
+            if "request" in message:
+                if message["request"] in calls and not calls[message["request"]].done():
+                    calls[message["request"]].set_result(message["answer"])
+            elif message["task"] is not None:
+                task = SimpleNamespace(**message["task"], call=functools.partial(call, number))
                 task.sample = SimpleNamespace(**task.sample)
                 running[number] = asyncio.create_task(environment.play(task))
                 running[number].add_done_callback(functools.partial(answer, number))
@@ -111,7 +130,7 @@ def main() -> None:
         try:
             asyncio.run(serve(setup["settings"], requests, replies))
         except Exception as error:  # fault boundary: code of users  # noqa: BLE001
-            write(replies, {"number": 0, **failure(error)})
+            write(replies, {"type": "result", "number": 0, **failure(error)})
 
 
 if __name__ == "__main__":

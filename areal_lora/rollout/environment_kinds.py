@@ -4,6 +4,7 @@ Imports nothing but the standard library and the package that a kind needs, or u
 """
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -23,14 +24,21 @@ from typing import Any
 BAD_REQUEST = 400
 
 Task = Any
-"""A namespace with the fields of `AgentTask`, and ``seed``: that of the group."""
+"""A namespace with the ``sample``, and ``call``, which returns the controller's answer to any JSON. Of those that call
+the endpoint with the fields of `AgentTask`, and ``seed``: that of the group."""
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The result of ``function``, run in a thread if it is no coroutine function."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
-    work = functools.partial(function, *arguments, **keywords)
+
+    def work() -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except (StopIteration, SystemExit) as error:  # a future takes the one for its own, the other ends the process
+            raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error
+
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         result = await asyncio.shield(running)
@@ -103,6 +111,46 @@ class AgentFunction(WorkerKind):
         if not isinstance(reward, (int, float, type(None))):
             raise TypeError(f"the agent returned {type(reward).__name__}, not a reward or None")
         return {"reward": reward}
+
+
+class MultiTurn(WorkerKind):
+    """A class with ``reset`` and ``step``. The controller samples the answers, and keeps the tokens and rewards."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.made = functools.partial(load(setup["env"]), **setup["args"])
+
+    async def play(self, task: Task) -> dict[str, Any]:
+        environment = await called(self.made)
+        first = await called(environment.reset, task.sample)
+        if not isinstance(first, (str, type(None))):
+            raise TypeError(f"reset returned {type(first).__name__}, not a text or None")
+        answer = await task.call(_turn({"text": first or ""}))
+        while answer is not None:
+            answer = await task.call(_turn(await called(environment.step, answer)))
+        return {}
+
+
+def _turn(reply: Any) -> dict[str, Any]:
+    """The fields of a `Reply`, or of a dict with them: another interpreter may not have that class."""
+    if dataclasses.is_dataclass(reply) and not isinstance(reply, type):
+        reply = dataclasses.asdict(reply)
+    if not isinstance(reply, dict):
+        raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
+    fields: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user", **reply}
+    kinds: dict[str, Any] = {"text": str, "role": str, "reward": (int, float, type(None))}
+    for name, kind in kinds.items():
+        if not isinstance(fields[name], kind):
+            raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
+    fields["text"].encode()  # half a surrogate pair has no tokens
+    if (reward := fields["reward"]) is not None:  # JSON has no NaN
+        fields["reward"] = "inf" if abs(reward) > sys.float_info.max else str(float(reward))
+    return fields
+
+
+def custom(setup: dict[str, Any]) -> Any:
+    """A workflow of the user's; it needs this package."""
+    module = importlib.import_module("areal_lora.rollout.custom_child")
+    return module.CustomWorkflows(load(setup["path"]), setup["args"], setup["context"])
 
 
 class Gym(WorkerKind):
@@ -315,8 +363,10 @@ class Verifiers(WorkerKind):
 
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "agent": AgentFunction,
+    "custom": custom,
     "gym": Gym,
     "mcp": Mcp,
+    "multi_turn": MultiTurn,
     "openenv": OpenEnv,
     "verifiers": Verifiers,
 }

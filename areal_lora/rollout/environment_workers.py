@@ -3,10 +3,10 @@
     AgentWorkflow --task: endpoint, key, sample--> EnvironmentWorkers --pipe--> worker process --HTTP--> agent_gateway
                   <--------- reward, metrics ----                      <------
 
-To the workflow a sample in a worker is an agent: the worker's completions are those of its session. A worker runs many
-samples at a time. When it ends, it is started again with the next sample, and its samples are repeated one by one, in
-sessions of their own: none of the group's other samples is. A sample that does not end within ``CANCEL_S`` of its
-cancellation costs its worker.
+What calls the endpoint is an agent to its workflow: its completions are those of a session. `multi_turn` environments
+and custom workflows call the controller over the pipe. A worker runs many samples at a time. When it ends, it is
+started again with the next sample, and its samples are repeated one by one: none of the group's other samples is. A
+sample that does not end within ``CANCEL_S`` of its cancellation costs its worker.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -24,12 +25,14 @@ import msgspec
 
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
-from areal_lora.errors import ConfigError, undo_on_error
+from areal_lora.errors import AlignmentError, ConfigError, undo_on_error
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
-from areal_lora.rollout.agents import AgentTask, WorkerLost
+from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import derived_seed, given_score
+from areal_lora.rollout.conversations import Answer
+from areal_lora.rollout.custom_child import ContextFields
+from areal_lora.rollout.workflow import WorkerLost, derived_seed, given_score
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Cause
 
@@ -52,32 +55,81 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
     task: dict[str, Any] | None = None
 
 
-class PlayResult(msgspec.Struct, frozen=True, kw_only=True):
+class CallReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `WorkerCall`."""
+
+    number: int
+    request: int
+    answer: Any
+
+
+class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="call"):
+    """Code of sample ``number`` calls the controller; without a body, it no longer waits for the answer."""
+
+    number: int
+    request: int
+    body: Any
+
+
+class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    ``reward`` is a number's text, because JSON has no NaN."""
+    ``reward`` is a number's text, because JSON has no NaN. A custom workflow has an ``episode``, or one that is
+    ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
+    """
 
     number: int
     reward: bool | str | None = None
     metrics: dict[str, float] = {}
+    episode: str = ""
     error: str = ""
+    fault: FaultKind | None = None
     cause: Cause = Cause.OTHER
+    untrainable: bool = False
+
+
+async def _no_calls(body: Any) -> Any:
+    raise GenerationFault(FaultKind.PROTOCOL, "its code calls the endpoint, not the controller")
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningSample:
+    """A sample that runs in a worker, and the calls of its code, by number."""
+
+    answer: Answer
+    result: asyncio.Future[PlayResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    calls: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
 
 
 class EnvironmentWorkers:
     """``chosen.workers`` processes, used with ``async with``; none for workflows that need none.
 
-    `play` is the agent of an `AgentWorkflow`.
+    `play` is the agent of an `AgentWorkflow`. ``context`` is that of the adapter's training.
     """
 
-    def __init__(self, chosen: Section) -> None:
-        self._workers = list[_Worker]()
+    def __init__(self, chosen: Section, context: ContextFields) -> None:
+        self.context, self._workers = context, list[_Worker]()
         if isinstance(chosen, WorkerWorkflowConfig):
-            self._workers += (_Worker(chosen) for _ in range(chosen.workers))
+            self._workers += (_Worker(chosen, context) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
         """Score of one sample, None for the configured reward's. Raises GenerationFault, WorkerLost."""
-        return await min(self._workers, key=lambda worker: worker.n_running).play(task)
+        played = await self.run({**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)})
+        if played.reward is None:
+            return None
+        reward = played.reward if isinstance(played.reward, bool) else float(played.reward)
+        return replace(given_score(reward), components=played.metrics)
+
+    async def run(self, fields: Mapping[str, Any], answer: Answer = _no_calls) -> PlayResult:
+        """Run a sample with these fields, and answer its calls; what ``answer`` raises ends it.
+
+        Raises GenerationFault, WorkerLost, and AlignmentError for an episode that cannot be trained on.
+        """
+        return await min(self._workers, key=lambda worker: worker.n_running).play(fields, answer)
 
     async def __aenter__(self) -> Self:
         """Start the first worker; the others start with their first sample. Raises ConfigError."""
@@ -94,48 +146,48 @@ class EnvironmentWorkers:
 
 
 class _Worker:
-    """One process, and the next one after its end. ``_results`` are by the number of a sample that runs in it."""
+    """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
 
-    def __init__(self, chosen: WorkerWorkflowConfig) -> None:
-        self._chosen = chosen
-        self._fault = FaultKind.AGENT if chosen.kind == "agent" else FaultKind.ENVIRONMENT
+    def __init__(self, chosen: WorkerWorkflowConfig, context: ContextFields) -> None:
+        self._chosen, self._context = chosen, context
+        own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
+        self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
         self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
-        self._results: dict[int, asyncio.Future[PlayResult]] = {}
+        self._samples: dict[int, _RunningSample] = {}
         self.n_running = 0
 
-    async def play(self, task: AgentTask) -> Score | None:
+    async def play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         self.n_running += 1
         try:
-            return await self._play(task)
+            return await self._play(fields, answer)
         finally:
             self.n_running -= 1
 
-    async def _play(self, task: AgentTask) -> Score | None:
+    async def _play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         try:
             process = await self.ready()
         except ConfigError as error:  # it has started before: this is no reason to end the run
             raise GenerationFault(self._fault, str(error)) from error
         if self._running is None:
             raise WorkerLost("its worker process ended before the sample started")
-        fields = {**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)}
         number = next(self._numbers)
-        self._results[number] = result = asyncio.get_running_loop().create_future()
-        self._send(process, Play(number=number, task=fields))
+        self._samples[number] = sample = _RunningSample(answer)
+        self._send(process, Play(number=number, task=dict(fields)))
         try:
-            played = await result
-        except asyncio.CancelledError:
-            if number in self._results:
+            played = await sample.result
+        finally:
+            for call in sample.calls.values():
+                call.cancel()
+            if number in self._samples:  # cancelled, or a call failed
                 self._send(process, Play(number=number))
                 asyncio.get_running_loop().call_later(CANCEL_S, self._kill_if_running, process, number)
-            raise
+        if played.untrainable:
+            raise AlignmentError(played.error)
         if played.error:
-            raise GenerationFault(self._fault, played.error, played.cause)
-        if played.reward is None:
-            return None
-        reward = played.reward if isinstance(played.reward, bool) else float(played.reward)
-        return replace(given_score(reward), components=played.metrics)
+            raise GenerationFault(played.fault or self._fault, played.error, played.cause)
+        return played
 
     async def ready(self) -> Process:
         """The process, started if none runs. Raises ConfigError where it cannot be started.
@@ -165,10 +217,13 @@ class _Worker:
         """Raises ConfigError where the environment cannot be loaded."""
         chosen = self._chosen
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
-        self._send(process, WorkflowSetup(settings=chosen.model_dump(mode="json"), search_path=search_path))
+        settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(self._context)}
+        self._send(process, WorkflowSetup(settings=settings, search_path=search_path))
         try:
             async with asyncio.timeout(START_S):
                 started = await _received(process)
+                if not isinstance(started, PlayResult):
+                    raise msgspec.DecodeError("a call before its start")
         except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             started = PlayResult(
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
@@ -176,7 +231,7 @@ class _Worker:
         if started.error:
             raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
 
-    def _send(self, process: Process, message: WorkflowSetup | Play) -> None:
+    def _send(self, process: Process, message: WorkflowSetup | Play | CallReply) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
         assert process.stdin is not None
         body = msgspec.json.encode(message)
@@ -186,18 +241,41 @@ class _Worker:
         """Pass answers on until the process ends or writes anything else."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
             while True:
-                played = await _received(process)
-                if (result := self._results.pop(played.number, None)) is not None and not result.done():
-                    result.set_result(played)
-        self._running, lost, self._results = None, self._results, {}
+                received = await _received(process)
+                if isinstance(received, WorkerCall):
+                    self._called(process, received)
+                elif (ended := self._samples.pop(received.number, None)) is not None and not ended.result.done():
+                    ended.result.set_result(received)
+        self._running, lost, self._samples = None, self._samples, {}
         _kill_group(process)
         await process.wait()
-        for result in lost.values():
-            if not result.done():
-                result.set_exception(WorkerLost(f"its worker process ended with status {process.returncode}"))
+        for sample in lost.values():
+            sample.fail(WorkerLost(f"its worker process ended with status {process.returncode}"))
+
+    def _called(self, process: Process, received: WorkerCall) -> None:
+        """Answer a call of a sample's code, beside others, or cancel the answer."""
+        sample = self._samples.get(received.number)
+        if sample is None or sample.result.done():
+            return
+        if received.body is None:
+            if received.request in sample.calls:
+                sample.calls[received.request].cancel()
+            return
+        task = sample.calls[received.request] = asyncio.create_task(sample.answer(received.body))
+
+        def answered(task: asyncio.Task[Any]) -> None:
+            del sample.calls[received.request]
+            if task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                sample.fail(error)
+            elif self._samples.get(received.number) is sample:
+                self._send(process, CallReply(number=received.number, request=received.request, answer=task.result()))
+
+        task.add_done_callback(answered)
 
     def _kill_if_running(self, process: Process, number: int) -> None:
-        if number in self._results:  # else it has ended, or its process has
+        if number in self._samples:  # else it has ended, or its process has
             _kill_group(process)
 
     async def close(self) -> None:
@@ -209,13 +287,17 @@ class _Worker:
             await self._reader
 
 
-async def _received(process: Process) -> PlayResult:
+async def _received(process: Process) -> PlayResult | WorkerCall:
     stream = process.stdout
     assert stream is not None
     size = int.from_bytes(await stream.readexactly(4), "big")
     if size > LARGEST_BYTES:
         raise msgspec.DecodeError(f"a message of {size} bytes")
-    return msgspec.json.decode(await stream.readexactly(size), type=PlayResult)
+    received: PlayResult | WorkerCall = _decode(await stream.readexactly(size))
+    return received
+
+
+_decode = msgspec.json.Decoder(PlayResult | WorkerCall).decode
 
 
 def _kill_group(process: Process) -> None:

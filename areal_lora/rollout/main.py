@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig, WorkerWorkflowConfig
+from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
@@ -23,7 +23,7 @@ from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import collector_paused, die_with_parent
+from areal_lora.processes.startup import collector_paused, die_with_parent, rare_full_collections
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
@@ -36,8 +36,10 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
+from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
@@ -130,7 +132,9 @@ class SharedResources:
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run, hidden = adapter_run(self.config, adapter), self.run_folder.path
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
-        workers = await stack.enter_async_context(EnvironmentWorkers(adapter.workflow))
+        workers = await stack.enter_async_context(
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter))
+        )
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:
             teacher = Teacher(model, partial(set_status, self.run_folder, ROLE, 0))
@@ -162,6 +166,9 @@ class SharedResources:
             if teacher is not None:
                 await teacher.close()
 
+        solved = None
+        if sampling.difficulty == "learnability":
+            solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
         feed = AdapterFeed(
             adapter.name,
@@ -176,6 +183,7 @@ class SharedResources:
             clock=time.monotonic,
             lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
             drop_uniform=adapter.algorithm.drop_uniform,
+            solved=solved,
         )
         return AdapterRuntime(
             feed=feed,
@@ -224,7 +232,7 @@ async def serve(
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
-        if config.service or any(isinstance(part.config.workflow, WorkerWorkflowConfig) for part in data):
+        if config.service or any(part.config.workflow.calls_endpoint for part in data):
             sessions = await stack.enter_async_context(agent_gateway())
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
@@ -254,12 +262,14 @@ async def serve(
 
 
 async def _tick(config: Config, run_folder: RunFolder) -> None:
-    """Keep the heart beating for as long as this event loop runs; workflows are user code and may hold it up."""
+    """Keep the heart beating for as long as this event loop runs."""
     heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
     try:
-        while True:
-            heart.progress(EVENT_LOOP)
-            await asyncio.sleep(EVERY_S)
+        with rare_full_collections() as collect:
+            while True:
+                heart.progress(EVENT_LOOP)
+                collect()
+                await asyncio.sleep(EVERY_S)
     finally:
         heart.stop()  # the tasks are being ended; one that does not let itself be ended must not look alive
 

@@ -15,24 +15,19 @@ Tokens are never made from text again once they exist: what the model sampled is
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
-from areal_lora.network.http_server import StructuredOutputs
-from areal_lora.rollout.completion_client import (
-    Arrived,
-    CompletionClient,
-    CompletionRequest,
-    FaultKind,
-    GenerationFault,
-)
+from areal_lora.network.http_server import ParsedText, StructuredOutputs, ToolCallsBody
+from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
 from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
@@ -108,6 +103,27 @@ def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Ge
     return conversation
 
 
+class RolloutClient(Protocol):
+    """The part of a `CompletionClient` that workflows use."""
+
+    @property
+    def pins(self) -> bool: ...
+
+    def conversation(self) -> Self: ...
+
+    def newest(self, ref: AdapterRef) -> AdapterRef: ...
+
+    async def sample(
+        self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float, arrived: Arrived | None = None
+    ) -> list[Generation]: ...
+
+    async def score(
+        self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
+    ) -> Generation: ...
+
+    async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]: ...
+
+
 class Scorer(Protocol):
     """The part of a scorer pool that workflows use: one score per item, in order."""
 
@@ -124,7 +140,7 @@ class WorkflowContext:
     ``max_model_len`` tokens. Without ``streams`` answers come whole: those of a stream have no routes.
     """
 
-    client: CompletionClient
+    client: RolloutClient
     scorer: Scorer
     sampling: SamplingConfig
     formatter: Formatter
@@ -283,6 +299,25 @@ async def all_samples(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
+
+
+class WorkerLost(GenerationFault):
+    """The worker process of a sample has ended. Only this sample is repeated."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FaultKind.ENVIRONMENT, detail)
+
+
+SAMPLE_TRIES = 3
+"""Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
+
+
+async def repeated(tried: Callable[[], Awaitable[T]]) -> T:
+    """Run again what has lost its worker: a new session, since what the lost one sampled is not trained on."""
+    for _ in range(SAMPLE_TRIES - 1):
+        with contextlib.suppress(WorkerLost):
+            return await tried()
+    return await tried()
 
 
 def first_fault(group: TrajectoryGroup) -> Trajectory | None:

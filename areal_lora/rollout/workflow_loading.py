@@ -1,27 +1,32 @@
 """From a configuration's ``workflow`` to the workflow itself."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from areal_lora.config import models as config
-from areal_lora.data.packed_groups import check_alignment, check_rewards
 from areal_lora.data.prompts import Prompt
-from areal_lora.errors import AlignmentError, ConfigError
-from areal_lora.processes.loading import load_import_path
+from areal_lora.errors import ConfigError
 from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
-from areal_lora.rollout.completion_client import FaultKind
+from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
+from areal_lora.rollout.custom_child import (
+    Call,
+    CallAnswer,
+    SampleCall,
+    ScoreCall,
+    ToolCallsCall,
+    WorkflowRun,
+    packed,
+    unpacked,
+)
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.teacher import Teacher, WithTeacher
-from areal_lora.rollout.user_code import call
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.reward_calls import describe
-from areal_lora.types import AdapterRef, Outcome
+from areal_lora.types import AdapterRef
 
 
 def build_training(
@@ -57,23 +62,22 @@ def build_workflow(
     folder: RunFolder | None = None,
     workers: EnvironmentWorkers | None = None,
 ) -> flow.Workflow:
-    """Import what ``chosen`` names and build it. Raises ConfigError.
+    """Build what ``chosen`` names. Raises ConfigError.
 
-    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Agents and environments
-    of others run in ``workers``.
+    ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Code of users runs in
+    ``workers``.
     """
     match chosen:
         case config.SingleTurnWorkflowConfig():
             return flow.SingleTurnWorkflow(context=context)
-        case config.MultiTurnWorkflowConfig():
+        case config.WorkerWorkflowConfig(kind="multi_turn"):
+            assert workers is not None
             return MultiTurnWorkflow(
-                context=context,
-                environment=_callable(chosen.environment),
-                arguments=chosen.arguments,
-                max_turns=chosen.max_turns,
+                context=context, played=workers.run, max_turns=chosen.max_turns, cut=chosen.on_timeout == "score"
             )
-        case config.CustomWorkflowConfig():
-            return CheckedWorkflow(inner=_custom(chosen, context), context=context)
+        case config.WorkerWorkflowConfig(kind="custom"):
+            assert workers is not None
+            return CustomWorkflow(context=context, workers=workers)
         case config.WorkerWorkflowConfig():
             assert workers is not None
             return AgentWorkflow(
@@ -82,68 +86,64 @@ def build_workflow(
                 agent=workers.play,
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder) if folder else None,
+                cut=chosen.on_timeout == "score",
             )
         case config.ClientWorkflowConfig():
             raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedWorkflow:
-    """A user's workflow: what it raises is a fault of the group, what it returns obeys contract C10."""
+class CustomWorkflow:
+    """A user's workflow, which runs in a worker with a context of the same fields as ``context``."""
 
-    inner: flow.Workflow
     context: flow.WorkflowContext
+    workers: EnvironmentWorkers
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> flow.Episode:
         """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
-        episode = await call(FaultKind.WORKFLOW, ref.name, self.inner.run, prompt, ref, seed)
-        if not isinstance(episode, flow.Episode):
-            raise AlignmentError(f"{prompt.uid}: the workflow returned {type(episode).__name__}, not an Episode")
-        checked: flow.Episode = await call(FaultKind.WORKFLOW, ref.name, self._checked, episode, prompt, ref)
-        return checked
-
-    async def _checked(self, episode: flow.Episode, prompt: Prompt, ref: AdapterRef) -> flow.Episode:
-        """Return the episode as the ledger will decode it, with float rewards. A wrong type may raise any exception."""
-        graded = list(episode.group.trajectories)
-        for i, t in enumerate(graded):
-            if t.outcome is Outcome.OK:
-                score = flow.given_score(t.reward)
-                detail = score.detail or t.detail
-                graded[i] = replace(t, reward=score.reward, outcome=score.outcome, detail=detail)
-        group = replace(episode.group, trajectories=tuple(graded))
-        episode = flow.Episode(group=group, texts=tuple(episode.texts), turns=tuple(episode.turns))
-        episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=flow.Episode)
-        if episode.group.uid != prompt.uid:
-            raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")
-        if not graded or len(episode.texts) != len(graded):
-            raise AlignmentError(f"{prompt.uid}: {len(graded)} trajectories and {len(episode.texts)} texts")
-        for trajectory in episode.group.trajectories:
-            check_alignment(trajectory)
-            if not trajectory.columns.n_sampled or trajectory.adapter.name != ref.name:
-                raise AlignmentError(f"trajectory {trajectory.uid}: nothing in it was sampled by {ref.name}")
-            if len(trajectory.columns) > self.context.max_model_len:
-                raise AlignmentError(
-                    f"trajectory {trajectory.uid}: {len(trajectory.columns)} tokens are more than "
-                    f"rollout.max_model_len = {self.context.max_model_len}"
-                )
-        if flow.first_fault(episode.group) is None:
-            check_rewards([(0, trajectory) for trajectory in episode.group.trajectories])
+        fields = msgspec.structs.replace(
+            self.workers.context,
+            format=self.context.formatter.how.model_dump(mode="json"),
+            sampling=self.context.sampling.model_dump(mode="json"),
+            streams=self.context.streams,
+            evaluating=self.context.evaluating,
+        )
+        run = packed(WorkflowRun(prompt=prompt, ref=ref, seed=seed))
+        task = {"context": msgspec.to_builtins(fields), "run": run, "sample": {}}
+        played = await flow.repeated(lambda: self.workers.run(task, ContextCalls(context=self.context).answer))
+        episode: flow.Episode = unpacked(played.episode, flow.Episode)
         return episode
 
 
-def _callable(text: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = load_import_path(text)
-    if not callable(found):
-        raise ConfigError(text, f"is a {type(found).__name__}, which cannot be called", "name a class or function")
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCalls:
+    """Answers the calls of a workflow in a worker with ``context``. It has conversations of its own."""
 
+    context: flow.WorkflowContext
+    clients: dict[tuple[int, ...], flow.RolloutClient] = field(default_factory=dict)
 
-def _custom(chosen: config.CustomWorkflowConfig, context: flow.WorkflowContext) -> flow.Workflow:
-    factory = _callable(chosen.path)
-    try:
-        workflow: flow.Workflow = factory(context, **chosen.arguments)
-        _ = workflow.run  # a workflow without it is found here, not at the first prompt
-    except Exception as error:  # fault boundary: a user's factory may fail in any way
-        fix = "correct the factory or workflow.arguments"
-        raise ConfigError(chosen.path, f"building the workflow fails: {describe(error)}", fix) from error
-    return workflow
+    async def answer(self, body: Any) -> str:
+        call = unpacked(body, Call)
+        try:
+            return packed(CallAnswer(result=msgspec.msgpack.encode(await self._result(call))))
+        except GenerationFault as fault:
+            return packed(CallAnswer(fault=fault.kind, detail=fault.detail))
+
+    async def _result(self, call: Call) -> Any:
+        if isinstance(call, ScoreCall):
+            return await self.context.score(call.items)
+        client = self._client(call.conversation)
+        ref, limit = client.newest(call.ref), call.timeout_s
+        if isinstance(call, SampleCall):
+            return await client.sample(ref, call.request, timeout_s=limit)
+        if isinstance(call, ToolCallsCall):
+            return await client.tool_calls(ref, call.request, timeout_s=limit)
+        ids, temperature = (call.prompt_ids, call.answer_ids), call.temperature
+        return await client.score(ref, *ids, temperature=temperature, timeout_s=limit)
+
+    def _client(self, path: tuple[int, ...]) -> flow.RolloutClient:
+        if not path:
+            return self.context.client
+        if path not in self.clients:
+            self.clients[path] = self._client(path[:-1]).conversation()
+        return self.clients[path]

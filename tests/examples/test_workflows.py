@@ -10,7 +10,7 @@ import yaml
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import agent_gateway
@@ -21,7 +21,7 @@ from areal_lora.types import Sample
 from tests.support.docs import blocks
 from tests.support.paths import ROOT
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
+from tests.support.rollout.texts import EOS, FIELDS, SAMPLING, V1, Graded, served
 
 ALL_EXAMPLES = ROOT / "examples"
 BASE = [ALL_EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", ALL_EXAMPLES / "math" / "embedded.yaml"]
@@ -46,7 +46,7 @@ def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
         async with (
             served(fake, Graded(), one) as context,
             agent_gateway() as sessions,
-            EnvironmentWorkers(workflow) as workers,
+            EnvironmentWorkers(workflow, FIELDS) as workers,
         ):
             return await build_workflow(workflow, context, sessions, workers=workers).run(PROMPT, V1, seed=1)
 
@@ -60,9 +60,9 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
     for i, block in enumerate(shown):
         (tmp_path / f"block{i}.py").write_text(block)
     chosen: list[WorkflowConfig] = [
-        MultiTurnWorkflowConfig(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
+        WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/block0.py:SecondTry", args={"second_reward": 0.25}),
         WorkerWorkflowConfig(kind="agent", path=f"{tmp_path}/block1.py:agent"),
-        CustomWorkflowConfig(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
+        WorkerWorkflowConfig(kind="custom", path=f"{tmp_path}/block2.py:Mine", args={"max_tokens": 3}),
     ]
     rewards = [
         play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward
@@ -82,7 +82,7 @@ def test_the_documentations_environment_is_read() -> None:
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (ALL_EXAMPLES / "workflows").glob("*.yaml")))
 def test_shipped_workflows_pass_the_guardrails(overlay: str) -> None:
     config = load_config([*BASE, ALL_EXAMPLES / "workflows" / overlay])
-    assert config.adapters[0].workflow.kind in ("multi_turn", "agent")
+    assert config.adapters[0].workflow.kind != "single_turn"
     assert check(config, gather_facts(config, runs_here=False)) == ()
 
 
@@ -99,3 +99,14 @@ def test_second_try(answers: list[str], reward: float, said: str) -> None:
 def test_vote(answers: list[str], reward: float) -> None:
     episode = run("vote", answers)
     assert [(t.sample, t.reward) for t in episode.group.trajectories] == [(i, reward) for i in (0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "hints"),
+    [(["7"], 1.0, []), (["9", "5", "7"], 1.0, ["less", "more"]), (["x", "6", "8"], 0.0, ["a number", "more"])],
+)
+def test_hints(answers: list[str], reward: float, hints: list[str]) -> None:
+    (made,) = run("gym", answers).group.trajectories
+    assert made.reward == reward
+    shown = "".join(chr(token) for token, on in zip(made.token_ids, made.loss_mask, strict=True) if not on)
+    assert shown == "<user:Q?>" + "".join(f"<user:It is {hint}.>" for hint in hints)

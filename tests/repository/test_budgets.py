@@ -27,10 +27,10 @@ LINES = {
     "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
     "algorithms": 1232,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2327,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4471,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
-    "data": 754,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
-    "distributed": 379,  # scatter
+    "cli": 2332,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
+    "data": 760,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
+    "distributed": 383,  # scatter
     "doctor": 1021,
     "engine": 10509,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
     "families": 1429,  # FLOPs of passes; sizes of routes
@@ -40,8 +40,8 @@ LINES = {
     "obs": 4654,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
-    "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7519,  # agents, environments in workers, OpenEnv; streams, Anthropic, grammars; teachers
+    "processes": 405,  # stacks after a fatal signal; shared_memory, from launcher; rare full collections
+    "rollout": 8009,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3238,  # the time of scoring; reward models

@@ -303,6 +303,10 @@ def sampling_is_trained(config: Config, facts: Facts, adapter: AdapterConfig) ->
     if sampling.min_tokens > sampling.max_new_tokens:
         reason = f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}"
         yield Finding("sampling.min_tokens", reason, "lower it, or raise max_new_tokens")
+    kind = adapter.rewards[0].kind
+    if sampling.difficulty == "learnability" and adapter.workflow.kind == "single_turn" and kind in ("judge", "model"):
+        reason = f"reward {kind} does not state which answers are correct, so all prompts would stay equal"
+        yield Finding("sampling.difficulty", reason, "leave it at uniform, or put a reward with `correct` first")
     for key, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
         if (value := getattr(sampling, key)) != off:
             reason = f"{value:g} restricts sampling, and the trained log-probabilities do not know it"

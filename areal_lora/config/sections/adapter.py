@@ -169,6 +169,8 @@ class SamplingConfig(Section):
     """Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`."""
     min_tokens: NonNegInt = 0
     """An answer does not end before so many tokens; a bias where the model would have ended it."""
+    difficulty: Literal["uniform", "learnability"] = "uniform"
+    """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p)."""
     stop: list[str] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0

@@ -18,7 +18,6 @@ def _of_64_bits(value: int) -> int:
 NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
 NonNegFloat = Annotated[float, Field(ge=0)]
-Arguments = dict[str, str | int | float | bool]
 TIME_LIMIT = r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """A name that is also part of file names, URLs and tags."""
@@ -58,6 +57,8 @@ _REMOVED = {
     "algorithm.ratio": "behaviour_correction: in_ratio for rollout",
     "algorithm.critic_rank": "rank: the critic has it, too",
     "task.format": "a data set: word_problems has no format",
+    "workflow.environment": "workflow.env",
+    "workflow.arguments": "workflow.args",
     "reward.weight": "reward_weights of the adapter, a list",
     "reward.name": "no name: metrics have the function's or the kind",
     "reward.correct_threshold": "correct_threshold of an entry of evals",

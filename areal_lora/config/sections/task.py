@@ -2,21 +2,12 @@
 the sets of held-out problems."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import (
-    NAME,
-    Arguments,
-    NonNegFloat,
-    NonNegInt,
-    PositiveInt,
-    Scalar,
-    Section,
-    ServedModel,
-)
+from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Scalar, Section, ServedModel
 
 
 class PromptFormat(Section):
@@ -105,44 +96,47 @@ TaskConfig = Annotated[WordProblemsTask | DatasetTask, Field(discriminator="kind
 
 class SingleTurnWorkflowConfig(Section):
     kind: Literal["single_turn"] = "single_turn"
-
-
-class MultiTurnWorkflowConfig(Section):
-    kind: Literal["multi_turn"] = "multi_turn"
-    environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
-    arguments: Arguments = Field({}, description="Keyword arguments of the environment.")
-    max_turns: PositiveInt = Field(8, description="Largest number of model turns; a longer episode is cut there.")
-
-
-class CustomWorkflowConfig(Section):
-    kind: Literal["custom"] = "custom"
-    path: str = Field(description="`package.module:name` or `file.py:name` of `factory(context, **arguments)`.")
-    arguments: Arguments = Field({}, description="Keyword arguments of the factory.")
+    calls_endpoint: ClassVar[bool] = False
 
 
 class WorkerWorkflowConfig(Section):
-    """Code that calls the OpenAI endpoint, in worker processes: an agent, or an environment of others."""
+    """Code of users, in worker processes: an environment, a workflow, or what calls the OpenAI endpoint."""
 
-    kind: Literal["agent", "verifiers", "gym", "mcp", "openenv"] = "agent"
+    kind: Literal["agent", "multi_turn", "custom", "verifiers", "gym", "mcp", "openenv"] = "agent"
     path: str | None = None
     """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
-    endpoint in `task` with the key in `task`."""
-    env: str | None = Field(None, description="Taskset (`verifiers`), `file.py:Class` (`gym`), or URL (`openenv`).")
-    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of the class or of `reset`.")
+    endpoint in `task` with the key in `task`; of `factory(context, **args)` (`custom`)."""
+    env: str | None = None
+    """`file.py:Class` of an Environment (`multi_turn`) or a class with gymnasium's methods (`gym`), taskset
+    (`verifiers`), or URL (`openenv`)."""
+    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
     servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
+    max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
+    on_timeout: Literal["retry", "score"] = "retry"
+    """After `sampling.timeout_s` the group is sampled again, or (`score`) what a sample has is scored: by its rewards
+    so far (`multi_turn`), else by the configured reward of its last answer. Not of `custom`."""
     tool_parser: str | None = None
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
     workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
 
+    @property
+    def calls_endpoint(self) -> bool:
+        """Whether its completions come from the agents' endpoint, by the requests of its code."""
+        return self.kind not in ("multi_turn", "custom")
+
     @model_validator(mode="after")
     def _names_its_code(self) -> Self:
-        needed = {"agent": "path", "mcp": "servers"}.get(self.kind, "env")
+        needed = {"agent": "path", "custom": "path", "mcp": "servers"}.get(self.kind, "env")
         given = [key for key in ("path", "env", "servers") if getattr(self, key)]
         if given != [needed]:
             raise ValueError(f"kind {self.kind} needs {needed}, and no other of path, env and servers: set it alone")
         if self.kind == "openenv" and not str(self.env).startswith(("http://", "https://")):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
+        if self.on_timeout == "score" and self.kind == "custom":
+            raise ValueError("kind custom has no part that could be scored: bound the time in its code")
+        if self.tool_parser and not self.calls_endpoint:
+            raise ValueError(f"kind {self.kind} has no requests with tools: leave tool_parser out")
         return self
 
 
@@ -150,15 +144,11 @@ class ClientWorkflowConfig(Section):
     """A client of the service drives the adapter: no task, no rollouts, no steps of its own."""
 
     kind: Literal["client"] = "client"
+    calls_endpoint: ClassVar[bool] = False
 
 
 WorkflowConfig = Annotated[
-    SingleTurnWorkflowConfig
-    | MultiTurnWorkflowConfig
-    | CustomWorkflowConfig
-    | WorkerWorkflowConfig
-    | SkipJsonSchema[ClientWorkflowConfig],
-    Field(discriminator="kind"),
+    SingleTurnWorkflowConfig | WorkerWorkflowConfig | SkipJsonSchema[ClientWorkflowConfig], Field(discriminator="kind")
 ]
 
 

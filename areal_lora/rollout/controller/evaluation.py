@@ -21,7 +21,6 @@ from itertools import islice
 
 import msgspec
 
-from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.metrics.records import SampleRecord
@@ -222,8 +221,8 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
     answers = []
     for _, rows in sorted(samples.items()):
         last, text = rows[-1]
-        if isinstance(chosen.workflow, MultiTurnWorkflowConfig):
-            text = _last_turn(chosen, chosen.workflow, last)
+        if chosen.workflow.kind == "multi_turn":
+            text = _last_turn(chosen, last)
         correct, threshold = last.correct, chosen.config.correct_threshold
         if correct is None and threshold is not None and last.outcome is Outcome.OK:
             correct = last.reward >= threshold
@@ -238,7 +237,7 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
     return answers
 
 
-def _last_turn(chosen: EvalSet, workflow: MultiTurnWorkflowConfig, trajectory: Trajectory) -> str:
+def _last_turn(chosen: EvalSet, trajectory: Trajectory) -> str:
     """Text of the model's last turn, without the text that stopped it."""
     backwards = trajectory.loss_mask[::-1]
     last = backwards.index(1)

@@ -25,6 +25,7 @@ from areal_lora.rollout.controller.groups import DropReport, FailureStreak, Grou
 from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
+from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 
@@ -40,7 +41,8 @@ class AdapterFeed:
 
     ``on_expire(ticket)`` is called for a running group whose answer is not needed any more; the caller abandons
     its request. Later reports about it are counted and ignored. A request that runs longer than ``lease_s`` is
-    taken for lost. ``drop_uniform``: groups without variance of rewards are not trained on.
+    taken for lost. ``drop_uniform``: groups without variance of rewards are not trained on. Prompts are drawn by their
+    ``solved`` shares, where they are given.
     """
 
     def __init__(
@@ -56,14 +58,15 @@ class AdapterFeed:
         clock: Callable[[], float],
         lease_s: float = 3600.0,
         drop_uniform: bool = False,
+        solved: SolvedShares | None = None,
     ) -> None:
         self.name, self.budget, self.max_running = name, budget, max_running
         self.newest = NO_VERSION  # the newest version announced
-        self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock)
+        self.groups = GroupPool(prompts, ledger, solved, on_expire=on_expire, clock=clock)
         self.dropped = DropReport(budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
-        self._ledger, self._clock = ledger, clock
+        self._ledger, self._clock, self._solved = ledger, clock, solved
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
@@ -95,6 +98,8 @@ class AdapterFeed:
                 for ticket in list(self.groups.running.values()):
                     self.groups.expire(ticket)
                 self.groups.birth += 1
+                if self._solved is not None:
+                    self._solved.restore(decoded.solved if decoded is not None else {})
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
             self._resumed.append(version)
@@ -162,6 +167,8 @@ class AdapterFeed:
         if live is not ticket or live.version is None:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
+        if self._solved is not None:
+            self._solved.put(live.prompt.position, episode.group)
         counters.tokens += tokens
         oldest, newest = zip(*(each.span for each in columns), strict=True)
         finished = ScoredGroup(
@@ -247,7 +254,8 @@ class AdapterFeed:
             groups.check_and_flush()
             reached("controller.leased")
             self.pacer.taken()
-        return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1))
+        solved = None if self._solved is None else self._solved.counts
+        return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1, solved))
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""

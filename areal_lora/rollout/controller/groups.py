@@ -22,6 +22,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
+from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Cause, TokenColumns, Trajectory, TrajectoryGroup
 
@@ -207,7 +208,13 @@ class GroupPool:
     """
 
     def __init__(
-        self, prompts: PromptStream, ledger: Ledger, *, on_expire: Callable[[Ticket], None], clock: Callable[[], float]
+        self,
+        prompts: PromptStream,
+        ledger: Ledger,
+        solved: SolvedShares | None,
+        *,
+        on_expire: Callable[[Ticket], None],
+        clock: Callable[[], float],
     ) -> None:
         self.ledger = ledger
         self.loaded = False
@@ -218,7 +225,7 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
-        self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
+        self.on_expire, self._prompts, self._solved, self._clock = on_expire, prompts, solved, clock
 
     # ------------------------------------------------------------ loading
 
@@ -267,8 +274,11 @@ class GroupPool:
         chosen = next((i for i, ticket in enumerate(self.waiting) if also_stale or not ticket.stale), None)
         head, ticket = self.ledger.head, None if chosen is None else self.waiting.pop(chosen)
         while ticket is None:
-            prompt = self._prompts.at(head.next_position)
+            position = head.next_position
             head.next_position += 1
+            if self._solved is not None and not self._solved.draws(position):
+                continue
+            prompt = self._prompts.at(position)
             seq = self.ledger.issue(prompt.position, 1)
             if (refusal := self._prompts.refusal(prompt)) is not None:
                 self.ledger.drop(seq, refusal)

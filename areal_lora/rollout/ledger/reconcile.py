@@ -34,6 +34,7 @@ from areal_lora.rollout.ledger.ledger import (
     OpenGroup,
     counted,
 )
+from areal_lora.rollout.ledger.solved_shares import Counts
 from areal_lora.run_folder.paths import RunFolder
 
 ROLLED_BACK = "rolled_back"
@@ -53,10 +54,11 @@ class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
     consumed: int
     dropped: dict[str, int]
     open: list[OpenGroup]
+    solved: Counts = {}
 
 
-def take_snapshot(ledger: Ledger, version: int) -> bytes:
-    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`."""
+def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) -> bytes:
+    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares`."""
     live = ledger.table.rows(*LIVE)
     still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
     return msgspec.msgpack.encode(
@@ -69,6 +71,7 @@ def take_snapshot(ledger: Ledger, version: int) -> bytes:
             consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
             dropped=dict(ledger.drop_reasons),
             open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
+            solved=solved or {},
         )
     )
 

@@ -89,6 +89,12 @@ HOW: dict[str, How] = {
         instead=(("--config ... --config ...", CONFIGS),), more="--dry-run", says="nothing is started"
     ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/workflows/second_try.yaml": PLAN,
+    **{
+        f"python -m areal_lora.launch ... --config examples/workflows/{kind}.yaml": Run(
+            instead=(("...", CONFIGS),), more="--dry-run", says="nothing is started"
+        )
+        for kind in ("gym", "mcp", "openenv", "verifiers")
+    },
     f"areal-lora sweep {MOE} {EMBEDDED} 'adapters.0.optimizer.lr=[1e-4,3e-4]' 'adapters.0.rank=[4,8]'": Run(
         more="--dry-run", says="rungs: step 8 keeps 2, step 15 keeps 1"
     ),

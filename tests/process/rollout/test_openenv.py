@@ -23,6 +23,7 @@ from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.tasks.reward_calls import Score
 from tests.support.rollout.real_environments import environments_python, openenv_server
+from tests.support.rollout.texts import FIELDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,7 +67,7 @@ def play(
 
     async def main(base_url: str) -> list[Score | None]:
         task = AgentTask(base_url=base_url, api_key="k", model="m", sample=SAMPLE, timeout_s=60)
-        async with EnvironmentWorkers(TypeAdapter[Any](WorkflowConfig).validate_python(chosen)) as workers:
+        async with EnvironmentWorkers(TypeAdapter[Any](WorkflowConfig).validate_python(chosen), FIELDS) as workers:
             return await asyncio.gather(*(workers.play(task) for _ in range(n_samples)))
 
     with endpoint(answers) as (base_url, requests):

@@ -19,6 +19,7 @@ from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
+from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode, Scorer, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -75,11 +76,13 @@ def feed(
     drop_uniform: bool = False,
     lease_s: float = 3600.0,
     on_expire: Callable[[Ticket], None] | None = None,
+    by_difficulty: bool = False,
 ) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
     prompts = prompts or stream(n)
-    ledger = Ledger(file or LedgerFile(":memory:", "t"), NAME, prompts.digest)
+    file = file or LedgerFile(":memory:", "t")
+    ledger = Ledger(file, NAME, prompts.digest)
     made = AdapterFeed(
         NAME,
         budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
@@ -91,6 +94,7 @@ def feed(
         clock=clock or Clock(),
         lease_s=lease_s,
         drop_uniform=drop_uniform,
+        solved=SolvedShares(file, NAME, prompts, seed=0) if by_difficulty else None,
     )
     if version is not None:
         made.hello(version, trainer="first", snapshot=snapshot(ledger, version) if version else b"")

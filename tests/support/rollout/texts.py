@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.rollout.completion_client import CompletionClient
+from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.tasks.reward_calls import Score, ScoreItem
@@ -19,6 +20,11 @@ V1, V2 = AdapterRef(name="math", version=1), AdapterRef(name="math", version=2)
 EOS = 2
 MAX_MODEL_LEN = 64
 SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=120.0)
+
+FIELDS = ContextFields(
+    model="no folder", format={}, sampling=SAMPLING.model_dump(), max_model_len=MAX_MODEL_LEN, streams=True
+)
+"""Those of a context of `served`, whose tokenizer a workflow in a worker does not have."""
 
 
 class CharTokenizer:

@@ -23,6 +23,7 @@ from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome
+from tests.support.clocks import seen
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
@@ -44,12 +45,13 @@ def run(
     scorer: Graded | None = None,
     timeout_s: float = 120.0,
     n_samples: int = 2,
+    cut: bool = False,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": n_samples})
         async with served(fake, scorer or Graded(), sampling, SECRET) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, cut=cut)
             return await workflow.run(PROMPT, V1, seed=7)
 
     return asyncio.run(main())
@@ -404,6 +406,35 @@ def test_what_an_agent_does_wrong_is_a_fault_of_its_group(
     with pytest.raises(GenerationFault, match=detail) as caught:
         run(agent, timeout_s=0.5 if outcome is Outcome.TIMEOUT else 120.0)
     assert caught.value.outcome is outcome
+
+
+def test_an_agent_whose_time_is_over_is_scored_by_its_last_answer() -> None:
+    """The answer that it still waits for is not part of it, and one without an answer is a fault all the same."""
+    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 600.0 if k >= 2 else 0.0)
+    scorer = Graded(lambda text: Score(reward=0.25, outcome=Outcome.OK))
+
+    async def agent(task: AgentTask) -> float:
+        first = await say(task, [user("hi")])
+        await say(task, [user("hi"), {"role": "assistant", "content": first}, user("more")])
+        return 1.0
+
+    def attempt() -> Episode | GenerationFault:
+        fake.requests.clear()
+        scorer.asked.clear()
+        try:
+            return run(agent, server=fake, scorer=scorer, timeout_s=1.0, cut=True)
+        except GenerationFault as fault:  # no first answer within the time
+            return fault
+
+    episode = seen(attempt, lambda found: isinstance(found, Episode))
+    assert isinstance(episode, Episode)
+    tokens, text = answer([ord(c) for c in "<user:hi>"], 0)
+    for made in episode.group.trajectories:
+        assert rows(made) == told("<user:hi>") + sampled(tokens)
+        assert (made.reward, made.outcome, made.finish_reason) == (0.25, Outcome.OK, "timeout")
+    assert [item.completion for item in scorer.asked] == [text, text]
+    with pytest.raises(GenerationFault, match="took longer"):
+        run(agent, server=FakeServer(models={str(V1)}, delay_s=lambda _: 600.0), timeout_s=0.5, cut=True)
 
 
 def test_without_a_reward_the_last_answer_is_scored() -> None:

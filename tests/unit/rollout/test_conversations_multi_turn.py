@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,8 @@ from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome, Sample
+from tests.support.clocks import seen
+from tests.support.rollout.environments_here import played_here
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
@@ -32,7 +33,7 @@ class Scripted:
     heard: list[str] = field(default_factory=list)
 
     def reset(self, sample: Sample) -> str | None:
-        assert sample == PROMPT.sample
+        assert (sample.uid, sample.prompt, sample.answer) == ("s", "1+1=", "42")
         return self.first
 
     def step(self, text: str) -> Reply:
@@ -62,15 +63,15 @@ def run(
     max_turns: int = 8,
     timeout_s: float = 120.0,
     stop: Sequence[str] = (),
+    cut: bool = False,
     **arguments: Any,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "stop": list(stop)})
         async with served(fake, scorer or Graded(), sampling) as context:
-            workflow = MultiTurnWorkflow(
-                context=context, environment=environment, arguments=arguments, max_turns=max_turns
-            )
+            played = played_here(environment, **arguments)
+            workflow = MultiTurnWorkflow(context=context, played=played, max_turns=max_turns, cut=cut)
             return await workflow.run(PROMPT, V1, seed=7)
 
     return asyncio.run(main())
@@ -136,8 +137,7 @@ def test_each_turn_asks_for_the_newest_version() -> None:
 
             workflow = MultiTurnWorkflow(
                 context=context,
-                environment=lambda: Publishing([Reply(text="x"), Reply(done=True)]),
-                arguments={},
+                played=played_here(lambda: Publishing([Reply(text="x"), Reply(done=True)])),
                 max_turns=8,
             )
             return await workflow.run(PROMPT, V1, seed=7)
@@ -232,25 +232,21 @@ class WrongReply(Scripted):
         return "text"  # type: ignore[return-value]
 
 
-class Unreadable(str):
-    """A text that the tokenizer fails at, as the real one does at half a surrogate pair."""
-
-    def __iter__(self) -> Any:
-        raise ValueError("no text")
-
-
 @pytest.mark.parametrize(
     ("environment", "detail"),
     [
-        (lambda: Broken([]), r"environment: SystemExit: the tool is gone \(.*test_conversations_multi_turn\.py:\d+\)"),
-        (lambda: WrongReply([]), "environment: step is str, not Reply"),
-        (lambda: Scripted([Reply(text=5)]), "environment: step's text is int, not str"),  # type: ignore[arg-type]
-        (lambda: Scripted([Reply(reward="1")]), "environment: step's reward is str"),  # type: ignore[arg-type]
-        (lambda: Scripted([], first=3), "environment: reset is int, not str"),  # type: ignore[arg-type]
+        (
+            lambda: Broken([]),
+            r"environment: RuntimeError: SystemExit: the tool is gone \(test_conversations_multi_turn\.py, line \d+\)",
+        ),
+        (lambda: WrongReply([]), "environment: TypeError: step returned str, not a Reply"),
+        (lambda: Scripted([Reply(text=5)]), "environment: TypeError: the reply's text is of type int"),  # type: ignore[arg-type]
+        (lambda: Scripted([Reply(reward="1")]), "environment: TypeError: the reply's reward is of type str"),  # type: ignore[arg-type]
+        (lambda: Scripted([], first=3), "environment: TypeError: reset returned int, not a text"),  # type: ignore[arg-type]
         (lambda: Scripted([]), "environment: IndexError"),
         (lambda: 1 / 0, "environment: ZeroDivisionError"),
         (lambda: None, "environment: AttributeError: 'NoneType' object has no attribute 'reset'"),
-        (lambda: Scripted([Reply(text=Unreadable("x"))]), "environment: ValueError: no text"),
+        (lambda: Scripted([Reply(text="\ud800")]), "environment: UnicodeEncodeError"),
         (lambda: Scripted([], first="x" * MAX_MODEL_LEN), "rejected: .* leaves no room"),
     ],
 )
@@ -266,50 +262,45 @@ def test_one_failing_trajectory_fails_the_group() -> None:
         run(lambda: Scripted([Reply(done=True)]) if next(fine) else Broken([]))
 
 
-class Hanging(Scripted):
-    goes_on = threading.Event()
-
-    def step(self, text: str) -> Reply:
-        assert self.goes_on.wait(120.0)
-        return Reply(done=True)
-
-
 class Slow(Scripted):
     async def step(self, text: str) -> Reply:  # type: ignore[override]
         await asyncio.sleep(600)
         return Reply()
 
 
-@pytest.mark.parametrize("kind", [Hanging, Slow])
-def test_the_deadline_is_one_for_the_whole_episode(kind: type[Scripted]) -> None:
-    Hanging.goes_on.clear()
+def test_the_deadline_is_one_for_the_whole_episode() -> None:
     with pytest.raises(GenerationFault, match=r"episode took longer than 0\.4 s") as caught:
-        run(lambda: kind([]), timeout_s=0.4)
+        run(lambda: Slow([]), timeout_s=0.4)
     assert caught.value.outcome is Outcome.TIMEOUT
-    Hanging.goes_on.set()  # the thread that hangs was not waited for
+
+
+@pytest.mark.parametrize("reward", [None, 0.25])
+def test_an_episode_whose_time_is_over_is_scored_as_far_as_it_came(reward: float | None) -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 600.0 if k >= 2 else 0.0)
+    scorer = Graded(lambda text: Score(reward=0.5, outcome=Outcome.OK))
+    replies = [Reply(text="x", reward=reward), Reply(done=True, reward=9.0)]
+
+    def attempt() -> Episode | GenerationFault:
+        fake.requests.clear()
+        try:
+            return run(lambda: Scripted(list(replies)), server=fake, scorer=scorer, timeout_s=1.0, cut=True)
+        except GenerationFault as fault:  # no first answer within the time
+            return fault
+
+    episode = seen(attempt, lambda found: isinstance(found, Episode))
+    assert isinstance(episode, Episode)
+    for made in episode.group.trajectories:
+        assert (made.reward, made.outcome, made.finish_reason) == (reward or 0.5, Outcome.OK, "timeout")
+        tokens, _ = answer(list(PROMPT.token_ids), 0)
+        assert made.token_ids == [*PROMPT.token_ids, *tokens], "no reply without an answer to it"
+    with pytest.raises(GenerationFault, match="episode took longer"):
+        run(lambda: Scripted([]), server=FakeServer(models={str(V1)}, delay_s=lambda _: 9.0), timeout_s=0.3, cut=True)
 
 
 def test_many_quick_turns_cannot_outlast_the_deadline() -> None:
     fake = FakeServer(models={str(V1)}, answer=lambda *_: ([EOS], ""), delay_s=lambda _: 0.15)
     with pytest.raises(GenerationFault, match="episode took longer"):
         run(lambda: Scripted([Reply()] * 40), server=fake, timeout_s=0.5, max_turns=40)
-
-
-def test_a_blocking_environment_does_not_hold_up_the_event_loop() -> None:
-    async def main() -> int:
-        ticks = 0
-        async with served(FakeServer(models={str(V1)}, answer=answer), Graded()) as context:
-            workflow = MultiTurnWorkflow(context=context, environment=lambda: Hanging([]), arguments={}, max_turns=1)
-            running = asyncio.create_task(workflow.run(PROMPT, V1, seed=1))
-            while ticks < 20:
-                await asyncio.sleep(0.02)
-                ticks += 1
-            Hanging.goes_on.set()
-            await running
-        return ticks
-
-    Hanging.goes_on.clear()
-    assert asyncio.run(main()) == 20
 
 
 def test_the_text_of_a_chat_marks_who_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from areal_lora.types import Cause, Outcome
 from tests.support.agents import plain_agents
 from tests.support.rollout import gym_classes
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, prompt_of, served
+from tests.support.rollout.texts import EOS, FIELDS, SAMPLING, V1, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
 
@@ -54,7 +54,7 @@ def run(chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0) ->
         async with (
             served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
             agent_gateway() as sessions,
-            EnvironmentWorkers(config) as workers,
+            EnvironmentWorkers(config, FIELDS) as workers,
         ):
             workflow = build_workflow(config, context, sessions, workers=workers)
             runs = [workflow.run(PROMPT, V1, seed=7) for _ in range(groups)]
@@ -139,6 +139,40 @@ def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
     assert sum(started.values()) > 8, "samples are repeated"
 
 
+TURNS = """
+import os, pathlib, signal
+
+class Turns:
+    def __init__(self, marks):
+        self.marks, self.turns = pathlib.Path(marks), 0
+    async def reset(self, sample):
+        return f"Hi {sample.answer}"
+    def step(self, text):
+        self.turns += 1
+        if self.turns == 2 and not list(self.marks.iterdir()):
+            (self.marks / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"text": f"<{text}>", "done": self.turns == 2, "reward": 0.5}
+"""
+
+
+def test_an_environments_killed_worker_loses_no_episode_and_needs_no_package(tmp_path: Path) -> None:
+    """Two episodes of each of four groups are repeated in a second process."""
+    (tmp_path / "turns.py").write_text(TURNS)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    venv.create(tmp_path / "venv")
+    chosen = {"kind": "multi_turn", "env": f"{tmp_path}/turns.py:Turns", "args": {"marks": str(marks)}}
+    for one in run(chosen | {"python": f"{tmp_path}/venv/bin/python"}, groups=4):
+        assert isinstance(one, Episode), one
+        for t in one.group.trajectories:
+            text = "1+1=Hi 42AB\2<AB>Cd\2"
+            assert t.token_ids == [ord(c) for c in text]
+            assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
+            assert (t.reward, t.outcome) == (1.0, Outcome.OK)
+    assert len(list(marks.iterdir())) == 1
+
+
 def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +184,7 @@ def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
         async with (
             served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
             agent_gateway() as sessions,
-            EnvironmentWorkers(config) as workers,
+            EnvironmentWorkers(config, FIELDS) as workers,
         ):
             workflow = build_workflow(config, context, sessions, workers=workers)
             first = asyncio.create_task(workflow.run(PROMPT, V1, seed=1))

@@ -53,7 +53,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "agent", "path": "a:b"}}, "workflow.path"),
         ({"workflow": {"kind": "agent", "path": CODE, "tool_parser": "a:b"}}, "workflow.tool_parser"),
         ({"workflow": {"kind": "agent", "path": CODE, "tool_parser": "/x.py:b"}}, "workflow.tool_parser"),
-        ({"workflow": {"kind": "multi_turn", "environment": "a:b"}}, "workflow.environment"),
+        ({"workflow": {"kind": "multi_turn", "env": "a:b"}}, "workflow.env"),
         ({"workflow": {"kind": "gym", "env": "a:b"}}, "workflow.env"),
         ({"workflow": {"kind": "gym", "env": CODE, "python": "/bin/sh"}}, "workflow.python"),
         ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),

@@ -22,6 +22,7 @@ from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.types import Sample
 from tests.support.clocks import seen
 from tests.support.engine.vllm_ext.serving import RunningServer, connect, start
+from tests.support.rollout.environments_here import played_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -80,7 +81,7 @@ async def play(
 ) -> tuple[int, int]:
     """Prompt tokens of ``GROUPS`` groups of episodes, and those of them that the prefix caches had."""
     before = [server.admin.info(60.0).stats for server in servers]
-    workflow = MultiTurnWorkflow(context=context, environment=tool, arguments={}, max_turns=TURNS)
+    workflow = MultiTurnWorkflow(context=context, played=played_here(tool), max_turns=TURNS)
     ref = servers[0].newest
     assert ref is not None
 

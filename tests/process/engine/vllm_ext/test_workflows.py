@@ -33,6 +33,7 @@ from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
 from tests.support.lazy import Lazy
+from tests.support.rollout.environments_here import played_here
 
 openai = Lazy("openai")
 
@@ -162,7 +163,7 @@ def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: Runn
                     self.turns += 1
                     return Reply(text=f"\nTool: {len(text)}\n", done=self.turns == 3, reward=0.1)
 
-            workflow = MultiTurnWorkflow(context=context, environment=Tool, arguments={}, max_turns=5)
+            workflow = MultiTurnWorkflow(context=context, played=played_here(Tool), max_turns=5)
             return await workflow.run(prompt_of(context), begun, seed=5)
 
     episode = asyncio.run(main())

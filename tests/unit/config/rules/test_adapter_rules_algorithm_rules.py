@@ -118,3 +118,11 @@ def test_a_key_beside_the_kind_overrides_the_preset() -> None:
     assert (chosen.eps_clip_high, chosen.overlong_share, chosen.drop_uniform) == (0.28, 0.5, True)
     assert chosen.changed() == {"overlong_share": 0.5}
     assert load("algorithm.eps_clip_high=null", "algorithm.kind=dapo").adapters[0].algorithm.changed() == {}
+
+
+def test_difficulty_needs_a_reward_that_states_what_is_correct() -> None:
+    judge = ("reward.kind=model", "reward.url=http://127.0.0.1:1/classify", "reward.model=m")
+    key = "sampling.difficulty"
+    assert "does not state" in found(f"{key}=learnability", *judge)[key]
+    assert key not in found(*judge)
+    assert key not in found(f"{key}=learnability")

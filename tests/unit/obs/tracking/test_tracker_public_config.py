@@ -31,7 +31,7 @@ def planted() -> Config:
         "key_env": "JUDGE_KEY",
         "parameters": {"extra_body": {"api_key": f"{KEY}-6", "tier": "flex"}},
     }
-    values["adapters"][0]["workflow"] = {"kind": "custom", "path": "a:b", "arguments": {"auth": "from-the-variable"}}
+    values["adapters"][0]["workflow"] = {"kind": "custom", "path": "a:b", "args": {"auth": "from-the-variable"}}
     return Config.model_validate(values)
 
 
@@ -53,7 +53,7 @@ def test_planted_keys_are_left_out_and_all_else_is_there(monkeypatch: pytest.Mon
         f"{slurm}components.0.extra.0",
         "adapters.0.reward.url",
         "adapters.0.reward.parameters.extra_body.api_key",
-        "adapters.0.workflow.arguments.auth",
+        "adapters.0.workflow.args.auth",
     }
     assert after["adapters.0.reward.url"] == "https://judge.example/v1"
     assert after["adapters.0.reward.key_env"] == "JUDGE_KEY"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal_lora.config.models import MultiTurnWorkflowConfig, WorkerWorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
@@ -278,7 +278,7 @@ async def agent(task):
 
 def test_a_run_with_an_environment(controller: Callable[..., Running], tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Twice", arguments={"said": "no"})
+    workflow = WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/environment.py:Twice", args={"said": "no"})
     run = controller(FakeServer(), workflow=workflow, eta=0)
     for step in range(2):
         run.activate(step)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import MultiTurnWorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
@@ -77,7 +77,7 @@ def test_a_workflow_that_breaks_ends_its_adapter_only(
 ) -> None:
     monkeypatch.setattr(groups, "MAX_BACK_OFF_S", 0.01)
     (tmp_path / "environment.py").write_text(BROKEN)
-    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Broken")
+    workflow = WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/environment.py:Broken")
     run = controller(FakeServer(), twins={"broken": {"workflow": workflow}}, eta=0, steps=3)
     for name in (NAME, "broken"):
         run.activate(0, name)
@@ -107,7 +107,7 @@ def test_a_version_that_is_announced_after_the_fault_starts_no_rollouts(
     """The trainer publishes in the background, and is told of the fault only when it requests a batch."""
     monkeypatch.setattr(groups, "MAX_BACK_OFF_S", 0.01)
     (tmp_path / "environment.py").write_text(BROKEN)
-    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Broken")
+    workflow = WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/environment.py:Broken")
     run = controller(FakeServer(), twins={"broken": {"workflow": workflow}}, eta=0, steps=3)
     run.activate(0, "broken")
     reply: object = None
@@ -172,7 +172,7 @@ def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: C
 @pytest.mark.usefixtures("letters")
 def test_one_that_cannot_be_opened_is_named_and_nothing_of_it_remains(controller: Callable[..., Running]) -> None:
     run = controller(FakeServer(), eta=0)
-    reason = run.join("bad.1", workflow=MultiTurnWorkflowConfig(environment="no_such_module:Environment"))
+    reason = run.join("bad.1", workflow=WorkerWorkflowConfig(kind="multi_turn", env="no_such_module:Environment"))
     assert "no_such_module" in reason
     with pytest.raises(RolloutError, match="is not in this run"):
         run.stats("bad.1")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import MultiTurnWorkflowConfig, WorkerWorkflowConfig
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.rollout.channel.channel_messages import EvalSetResult, NotReady, StepRequest
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
@@ -94,7 +94,7 @@ def test_a_greedy_set_and_one_of_four_samples(controller: Start) -> None:
 
 def test_an_environment_is_evaluated_in_episodes_of_one_version(controller: Start, tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Twice")
+    workflow = WorkerWorkflowConfig(kind="multi_turn", env=f"{tmp_path}/environment.py:Twice")
     sets = [{"name": "once", "workflow": "single_turn"}, {"name": "episodes", "n": 6, "correct_threshold": 0.9}]
     server = FakeServer(delay_s=lambda k: 0.1 if server.requests[k].get("pin_version") else 0.0)
     run = controller(server, workflow=workflow, evals=sets, steps=3, eta=1)

@@ -1,0 +1,183 @@
+"""Custom workflows: what they return is held to the contracts; in a worker they do what they do here."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from areal_lora.config.models import WorkflowConfig
+from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.custom_child import CheckedWorkflow
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow
+from areal_lora.rollout.workflow_loading import build_workflow
+from areal_lora.types import Outcome
+from tests.support.rollout import custom_workflows
+from tests.support.rollout.custom_workflows import Changed
+from tests.support.rollout.fake_server import FakeServer, Fault
+from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, V1, V2, Graded, prompt_of, served
+
+PROMPT = prompt_of("1+1=")
+
+
+def checked(change: str, value: Any = None) -> Episode:
+    Changed.value = value
+
+    async def main() -> Episode:
+        async with served(FakeServer(models={str(V1)}), Graded()) as context:
+            workflow = CheckedWorkflow(inner=Changed(context, change=change), context=context)
+            return await workflow.run(PROMPT, V1, seed=1)
+
+    return asyncio.run(main())
+
+
+def chosen(name: str, **args: Any) -> Any:
+    path = f"{custom_workflows.__file__}:{name}"
+    return TypeAdapter[Any](WorkflowConfig).validate_python({"kind": "custom", "path": path, "args": args})
+
+
+def in_worker(name: str, server: FakeServer | None = None, **args: Any) -> Episode:
+    config = chosen(name, **args)
+
+    async def main() -> Episode:
+        fake = server or FakeServer(models={str(V1)})
+        async with served(fake, Graded()) as context, EnvironmentWorkers(config, FIELDS) as workers:
+            return await build_workflow(config, context, Sessions(), workers=workers).run(PROMPT, V1, seed=1)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("text", "returned str, not an Episode"),
+        ("uid", "returned an Episode of 0:other"),
+        ("empty", "0 trajectories and 0 texts"),
+        ("texts", "2 trajectories and 0 texts"),
+        ("first sampled", "entry 0"),
+        ("nothing sampled", "nothing in it was sampled"),
+        ("adapter", "nothing in it was sampled by math"),
+        ("long", f"{MAX_MODEL_LEN + 1} tokens are more than"),
+    ],
+)
+def test_an_episode_that_cannot_be_trained_on_is_refused(change: str, words: str) -> None:
+    with pytest.raises(AlignmentError, match=words):
+        checked(change)
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), 1])
+def test_a_reward_may_be_any_number(reward: Any) -> None:
+    given = checked("reward", reward).group.trajectories[0].reward
+    assert (given, type(given)) == (1.0, float)
+
+
+def test_a_reward_that_is_no_finite_number_costs_its_group() -> None:
+    for reward in (float("nan"), 10**400):
+        assert checked("reward", reward).group.trajectories[0].outcome is Outcome.ERROR
+    with pytest.raises(ValueError, match="could not convert"):
+        checked("reward", "good")
+
+
+def test_a_worker_returns_the_episode_that_the_controller_would_make() -> None:
+    async def here() -> Episode:
+        async with served(FakeServer(models={str(V1)}), Graded()) as context:
+            return await SingleTurnWorkflow(context=context).run(PROMPT, V1, seed=1)
+
+    assert in_worker("Changed") == asyncio.run(here())
+
+
+def test_what_a_workflow_raises_is_a_fault_of_its_group_and_an_untrainable_episode_ends_the_run() -> None:
+    with pytest.raises(GenerationFault, match=r"workflow: ValueError: broken \(custom_workflows\.py, line \d+\)"):
+        in_worker("Changed", change="raise")
+    with pytest.raises(GenerationFault, match="connection: gone") as caught:
+        in_worker("Changed", change="fault")
+    assert caught.value.kind is FaultKind.CONNECTION
+    with pytest.raises(GenerationFault, match="workflow: ValidationError"):
+        in_worker("Changed", change="no columns")
+    with pytest.raises(AlignmentError, match="returned an Episode of 0:other"):
+        in_worker("Changed", change="uid")
+
+
+def test_a_fault_of_the_servers_keeps_its_kind() -> None:
+    with pytest.raises(GenerationFault) as caught:
+        in_worker("Changed", FakeServer(models={str(V1)}, fault=lambda _: Fault(status=400)))
+    assert caught.value.kind is FaultKind.REJECTED
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("missing", {}, "has no attribute 'missing'"),
+        ("Changed", {"no": 1}, "unexpected keyword argument 'no'"),
+        ("no_workflow", {}, "has no attribute 'run'"),
+    ],
+)
+def test_what_cannot_be_built_is_wrong_input(name: str, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        in_worker(name, **args)
+
+
+def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:
+    assert len(in_worker("Killed", marks=str(tmp_path)).group.trajectories) == 2
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_requests_of_a_conversation_have_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    homes, lease = [], Router.lease
+
+    def kept(self: Router, *arguments: Any) -> Any:
+        homes.append(arguments[-1])
+        return lease(self, *arguments)
+
+    monkeypatch.setattr(Router, "lease", kept)
+    in_worker("TwoTurns")
+    mine, other, again, alone = homes
+    assert (mine is again, mine is other, alone) == (True, False, None)
+    assert mine.group is other.group is not None
+
+
+def test_an_evaluation_has_a_context_of_its_own_in_the_same_worker() -> None:
+    config = chosen("Shown")
+
+    async def main() -> list[str]:
+        fake = FakeServer(models={str(V1), str(V2)})
+        async with served(fake, Graded()) as context, EnvironmentWorkers(config, FIELDS) as workers:
+            client: Any = context.client
+            warm = context.sampling.model_copy(update={"temperature": 0.5})
+            evaluating = replace(context, client=client.pinned(), sampling=warm)
+            episodes = [
+                await build_workflow(config, each, Sessions(), workers=workers).run(PROMPT, V1, seed=1)
+                for each in (context, evaluating, context)
+            ]
+        return [f"{t.adapter} {t.detail}" for t in (episode.group.trajectories[0] for episode in episodes)]
+
+    newest, pinned = "math@v2 False 1.0 64", "math@v1 True 0.5 64"
+    assert asyncio.run(main()) == [newest, pinned, newest]
+
+
+def test_an_abandoned_request_ends_at_the_server_before_its_workflow(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    config = chosen("Abandons", closed=str(closed))
+    fake = FakeServer(models={str(V1)}, delay_s=lambda k: 600.0 if fake.requests[k]["n"] == 7 else 0.0)
+
+    async def main() -> Episode:
+        async with served(fake, Graded()) as context, EnvironmentWorkers(config, FIELDS) as workers:
+            workflow = build_workflow(config, context, Sessions(), workers=workers)
+            running = asyncio.create_task(workflow.run(PROMPT, V1, seed=1))
+            async with asyncio.timeout(300.0):
+                while not fake.requests or fake.open_requests:
+                    await asyncio.sleep(0.01)
+            closed.touch()
+            return await running
+
+    assert len(asyncio.run(main()).group.trajectories) == 2
+    assert [body["n"] for body in fake.requests] == [7, 2]
