@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
+    "config": 4475,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10529,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
+    "engine": 10677,  # structured outputs; remote servers, a store; entropies; routes, replay; classes imported
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
@@ -46,7 +46,7 @@ LINES = {
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
     "trainer": 4040,  # parts of a batch, routes and their flips; which passes join; states copied between operations
-    "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
+    "weight_sync": 5551,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

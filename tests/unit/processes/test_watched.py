@@ -84,6 +84,8 @@ SHORT = {
     "engine/vllm_ext/server/leaving.py:Door.__call__": "one request; it is awaited",
     "engine/vllm_ext/remote/remote_seat.py:RemoteSeat.__init__": "one join or transfer of each source; it is awaited",
     "engine/vllm_ext/remote/remote_seat.py:RemoteSeat._in_thread": "one join or transfer; it is awaited",
+    "engine/vllm_ext/remote/shard_store.py:ShardStore.put": "one upload; the transfers that need it await it",
+    "engine/vllm_ext/remote/shard_store.py:ShardStore._call": "one call of a file system; it is awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer.__init__": "one join or transfer of each source; awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._in_thread": "one join or transfer; it is awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._work": "one request in a TaskGroup that is awaited",

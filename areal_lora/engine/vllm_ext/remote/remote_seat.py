@@ -10,7 +10,8 @@ POST    ``/remote/servers/WORKERS``         200 ``RemoteName``: the server is a 
 GET     ``/remote/NAME/work/SEEN``          200 ``RemoteWork``: requests after number SEEN, within ``HOLD_S``
 POST    ``/remote/NAME/answer``             200; the body is an ``RemoteAnswer``
 GET     ``/remote/NAME/shard/N/SOURCE``     200, or 206 for a ``Range``: the packed shard of source rank SOURCE that
-                                            request N announces, trailer included, as it arrives
+                                            request N announces, trailer included, as it arrives; with a store its
+                                            name there
 DELETE  ``/remote/NAME``                    200; the server has left
 ======  ==================================  =========================================================================
 
@@ -36,10 +37,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from areal_lora.engine.vllm_ext.remote.shard_store import ShardStore
 from areal_lora.engine.vllm_ext.server.guards import BearerAuth
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.http_server import LEAVING_HEADER, BodyLimit, unless_disconnected
 from areal_lora.network.tls import Plane
+from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, join_group
@@ -53,11 +56,12 @@ LOST_S = 10.0
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``config`` is the run's, as JSON, ``shard_keys`` those of ``manifest.shard_key_bytes``."""
+    """``config`` is the run's, as JSON, ``shard_keys`` those of ``manifest.shard_key_bytes``, ``store`` its URL."""
 
     config: bytes
     base_digest: str
     shard_keys: bytes
+    store: str | None = None
 
 
 class RemoteName(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +111,14 @@ async def settled(undo: Callable[[], None], answer: Awaitable[A], others: Iterab
 
 
 class ShardSpool:
-    """The bytes of one packed shard, from the group to a remote server. ``ready`` of ``memory`` have arrived."""
+    """The bytes of one packed shard, from the group to a remote server. ``ready`` of ``memory`` have arrived.
+
+    ``name`` is that of the shard in the store, once it is there.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.memory = np.zeros(nbytes, dtype=np.uint8)
-        self.ready, self._failure = 0, ""
+        self.ready, self.name, self._failure = 0, "", ""
         self._loop, self._more = asyncio.get_running_loop(), asyncio.Event()
 
     def fill(self, inbox: RingInbox | WindowInbox, parts: Sequence[Part]) -> None:
@@ -126,6 +133,16 @@ class ShardSpool:
             self._loop.call_soon_threadsafe(self._note, self.ready, str(error))
             raise
 
+    async def put(self, store: ShardStore, run: str, ref: AdapterRef, source: int, deadline: float) -> None:
+        """Store the shard, which is complete. Raises PublishError, also in ``stored``."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                self.name = await store.put(run, ref, source, self.memory)
+        except (PublishError, TimeoutError) as error:
+            self._note(self.ready, str(error) or f"{ref} was not stored in time")
+            raise PublishError(self._failure) from None
+        self._more.set()
+
     def _note(self, ready: int, failure: str = "") -> None:
         self.ready, self._failure = ready, failure
         self._more.set()
@@ -133,22 +150,30 @@ class ShardSpool:
     async def chunks(self, at: int) -> AsyncIterator[bytes]:
         """Yield the bytes from ``at`` on as they arrive. Raises PublishError if they do not."""
         while at < len(self.memory):
-            while self.ready <= at:
-                if self._failure:
-                    raise PublishError(self._failure)
-                self._more.clear()
-                await self._more.wait()
+            await self._until(lambda at=at: self.ready > at)  # type: ignore[misc]
             end = min(self.ready, at + CHUNK_BYTES)
             yield self.memory[at:end].tobytes()
             at = end
+
+    async def stored(self) -> str:
+        """The shard's name in the store, once it is there. Raises PublishError if it does not arrive."""
+        await self._until(lambda: bool(self.name))
+        return self.name
+
+    async def _until(self, arrived: Callable[[], bool]) -> None:
+        while not arrived():
+            if self._failure:
+                raise PublishError(self._failure)
+            self._more.clear()
+            await self._more.wait()
 
 
 class RemoteSeat:
     """Server ``index`` of the run, in another place. ``spools`` are by transfer, the newest only, and source rank."""
 
-    def __init__(self, index: int, *, bind: str, secret: str, layouts: int) -> None:
+    def __init__(self, index: int, *, bind: str, secret: str, layouts: int, store: ShardStore | None = None) -> None:
         self.index, self.name = index, f"server-{index}"
-        self._bind, self._secret, self._layouts = bind, secret, layouts
+        self._bind, self._secret, self._layouts, self._store = bind, secret, layouts, store
         self._numbers = itertools.count(1)
         self._unfetched: dict[int, ForwardedRequest] = {}
         self._unanswered: dict[int, asyncio.Future[RemoteAnswer]] = {}
@@ -283,7 +308,8 @@ class RemoteSeat:
             group = self._groups[shard.source]
             parts = [*((b.start, b.end) for b in table.buckets(group.bucket_bytes)), trailer_part(shard)]
             spool = self.spools[number, shard.source] = ShardSpool(parts[-1][1])
-            fills.append(self._in_thread(spool.fill, group.receive(parts, deadline), parts))
+            filled = self._in_thread(spool.fill, group.receive(parts, deadline), parts)
+            fills.append(_stored(filled, spool, self._store, announced.manifest, shard.source, deadline))
         forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, number)
         answer = await settled(self._leave_groups, forwarded, fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
@@ -295,6 +321,19 @@ class RemoteSeat:
         for group in self._groups.values():
             group.close()
         self._groups = {}
+
+
+async def _stored(
+    filled: Awaitable[None],
+    spool: ShardSpool,
+    store: ShardStore | None,
+    manifest: ShardManifest,
+    source: int,
+    deadline: float,
+) -> None:
+    await filled
+    if store is not None:
+        await spool.put(store, manifest.run, manifest.ref, source, deadline)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

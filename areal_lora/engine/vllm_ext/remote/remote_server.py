@@ -28,6 +28,7 @@ from areal_lora import errors
 from areal_lora.config.models import ClusterConfig, Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, write_config
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
+from areal_lora.engine.vllm_ext.remote.shard_store import ShardStore, open_store
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -96,10 +97,12 @@ class GatewayClient:
         async with self._open(method, path, data=None if message is None else msgspec.msgpack.encode(message)):
             pass
 
-    async def fetch(self, path: str, shard: PackedShard, nbytes: int, deadline: float) -> None:
-        """Fetch ``nbytes`` into ``shard``; a broken connection continues where it ended.
+    async def fetch(
+        self, path: str, shard: PackedShard, nbytes: int, deadline: float, store: ShardStore | None
+    ) -> None:
+        """Fetch ``nbytes`` into ``shard``, from ``store`` if given; a broken connection continues where it ended.
 
-        Raises PublishError at the ``deadline``, or for a shard that does not arrive at the gateway.
+        Raises PublishError at the ``deadline``, or for a shard that does not arrive at the gateway or in the store.
         """
         at = 0
         try:
@@ -107,7 +110,10 @@ class GatewayClient:
                 while at < nbytes:
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                         async with self._open("GET", path, headers={"Range": f"bytes={at}-"}) as response:
-                            async for part in response.content.iter_any():
+                            parts = response.content.iter_any()
+                            if store is not None:
+                                parts = store.read(await response.text(), at, nbytes)
+                            async for part in parts:
                                 shard.place(at, part)
                                 at += len(part)
                     if at < nbytes:
@@ -122,6 +128,7 @@ class RemoteServer:
     def __init__(self, gateway: GatewayClient, folder: RunFolder, settings: m.RemoteSettings, workers: int) -> None:
         self._gateway, self._folder, self._workers = gateway, folder, workers
         self._secret, self._keys = read_secret(folder), expanded(settings.shard_keys)
+        self._store = open_store(settings.store)
         endpoint = wait_endpoint(folder, "server", 0, 0.0)
         self._urls = {
             plane: f"{'https' if plane in endpoint.tls else 'http'}://{HOST}:{endpoint.ports[plane]}"
@@ -298,7 +305,9 @@ class RemoteServer:
                     errors.undo_on_error(shard.abandon),
                     errors.undo_on_error(self._groups[source].close),
                 ):  # workers notice at once
-                    await self._gateway.fetch(f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline)
+                    await self._gateway.fetch(
+                        f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline, self._store
+                    )
             finally:
                 await asyncio.wait([sent])
             await sent
@@ -346,6 +355,7 @@ async def serve_remote(
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise errors.ConfigError(url, f"no gateway answers there: {error}", "see the log of remote-0") from None
             config = local_config(settings, Path(temporary), model, device)
+            open_store(settings.store)  # raises before a server starts
             folder = RunFolder(config.run_folder.path, "")
             folder.path.mkdir()
             write_config(folder, config)
