@@ -32,7 +32,7 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, has_tenants
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
-from areal_lora.engine.vllm_ext.remote.shard_store import open_store
+from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
 from areal_lora.engine.vllm_ext.server.guards import MAX_DATA_BODY_BYTES, BearerAuth, guarded
 from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, PublishError
@@ -50,7 +50,9 @@ from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.manifest import base_digest, shard_key_bytes
 
-ROLE = "remote"
+ROLE, BYTES = "remote", "application/octet-stream"
+BASES = 2
+"""Versions kept of each adapter: the newest, and that before it, which servers hold while they fetch the newest."""
 LINGER_S = 30.0
 """Time in which the data plane of a server that has left hands requests back: then the controller knows it."""
 
@@ -66,7 +68,7 @@ class RemoteGateway:
         self._closed = has_tenants(config)
         self.seats: dict[str, m.RemoteSeat] = {}
         url = None if config.rollout.remote is None else config.rollout.remote.store
-        self._store = open_store(url)
+        self._store, self._bases = open_store(url), ShardBases(adapter_capacity(config), BASES)
         self._settings = m.RemoteSettings(
             config=config.model_dump_json().encode(),
             base_digest=base_digest(config.model.folder),
@@ -110,7 +112,8 @@ class RemoteGateway:
         config, folder = self._config, self._run_folder
         [index] = claim_indices(folder, 1, config.rollout.servers)
         layouts = adapter_capacity(config)
-        seat = m.RemoteSeat(index, bind=self._host, secret=self._secret, layouts=layouts, store=self._store)
+        how: Any = {"bind": self._host, "secret": self._secret, "bases": self._bases, "store": self._store}
+        seat = m.RemoteSeat(index, layouts=layouts, **how)
         self.seats[seat.name] = seat
         watched_task("remote-seat", partial(self._serve, seat, int(request.path_params["workers"])))
         log.info("%s has joined from %s", seat.name, request.client.host if request.client else "elsewhere")
@@ -150,14 +153,13 @@ class RemoteGateway:
     async def _get_shard(self, request: Request) -> Response:
         number, source = request.path_params["transfer"], request.path_params["source"]
         spool = self._seat(request).spools.get((number, source))
-        at, size = _start_of(request.headers.get("range", "")), 0 if spool is None else len(spool.memory)
-        if spool is None or at >= size:
+        query, at = request.query_params, int(request.query_params["at"])
+        if spool is None or not 0 <= at < len(spool.memory):
             raise PublishError("this shard is not sent any more")
         if self._store is not None:
             return Response(await spool.stored())
-        headers = {"Content-Length": str(size - at), "Content-Range": f"bytes {at}-{size - 1}/{size}"}
-        media_type = "application/octet-stream"
-        return StreamingResponse(spool.chunks(at), 206 if at else 200, headers=headers, media_type=media_type)
+        base = self._bases.find(spool.ref.name, spool.source, len(spool.memory), query["base"])
+        return StreamingResponse(spool.frames(at, base), 200 if base is None else 226, media_type=BYTES)
 
     async def _leaves(self, request: Request) -> Response:
         self._end(self._seat(request), "leaves")
@@ -166,12 +168,6 @@ class RemoteGateway:
     def _seat(self, request: Request) -> m.RemoteSeat:
         """Raises KeyError."""
         return self.seats[request.path_params["name"]]
-
-
-def _start_of(header: str) -> int:
-    """First byte of a ``Range`` header of the form ``bytes=N-``; 0 for any other."""
-    first = header.removeprefix("bytes=").removesuffix("-")
-    return int(first) if first.isdecimal() else 0
 
 
 def _packed(message: msgspec.Struct) -> Response:

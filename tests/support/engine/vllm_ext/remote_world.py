@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import uvloop
 from safetensors.numpy import save_file
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_lora.config.models import Config, WeightSyncConfig
@@ -52,24 +53,27 @@ RUN = "t"
 class Damage:
     """The gateway's app; ``left`` shards more have a byte changed on their way.
 
-    The next one ends after ``cut_at`` bytes, if set. ``ranges`` were requested, ``nbytes`` sent.
+    The next one ends after ``cut_at`` bytes, if set. Shards were
+    requested from the bytes ``starts`` on and answered with ``statuses``; ``nbytes`` were sent.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self.left, self.nbytes = app, 0, 0
         self.cut_at: int | None = None
-        self.ranges: list[str] = []
+        self.starts, self.statuses = list[int](), list[int]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "/shard/" not in scope.get("path", ""):
             await self._app(scope, receive, send)
             return
-        self.ranges.append(dict(scope["headers"])[b"range"].decode())
+        self.starts.append(int(QueryParams(scope["query_string"])["at"]))
         wrong, self.left = self.left > 0, max(0, self.left - 1)
         room, self.cut_at = self.cut_at, None
 
         async def changed(message: Message) -> None:
             nonlocal wrong, room
+            if message["type"] == "http.response.start":
+                self.statuses.append(message["status"])
             body = bytearray(message.get("body", b""))
             self.nbytes += len(body)
             if wrong and body:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lora.engine.vllm_ext.remote import shard_store
-from areal_lora.engine.vllm_ext.remote.shard_store import ShardStore
+from areal_lora.engine.vllm_ext.remote import shards
+from areal_lora.engine.vllm_ext.remote.shards import ShardStore
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.types import AdapterRef
 
@@ -21,7 +21,7 @@ SHARD = np.arange(1000, dtype=np.uint16).view(np.uint8)
 def test_a_shard_is_stored_once_and_read_from_any_byte_on(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_store, "PART_BYTES", 300)
+    monkeypatch.setattr(shards, "READ_BYTES", 300)
     url = f"{scheme}://{tmp_path}"
 
     async def check() -> None:
