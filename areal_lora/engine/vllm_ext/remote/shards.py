@@ -97,7 +97,7 @@ class ShardBases:
 
 
 class ShardStore:
-    """Shards in files under ``url``, whose scheme is one of fsspec's.
+    """Shards in files of the folder ``url``, which exists; its scheme is one of fsspec's.
 
     Raises ConfigError where the package of the scheme is not installed. Methods raise PublishError for every error
     of the file system.
@@ -117,9 +117,10 @@ class ShardStore:
 
         Removes versions older than the last ``STORED`` of this adapter.
         """
-        name = f"{run}/{ref}-{source}-{seal_of(memory)}"
+        name = f"{run}-{ref}-{source}-{seal_of(memory)}"
         if (ref, name) not in self._uploads:
-            self._uploads[ref, name] = asyncio.create_task(self._write(name, memory))
+            upload = self._call("pipe_file", name, memory.tobytes())
+            self._uploads[ref, name] = asyncio.create_task(upload)
         try:
             await asyncio.shield(self._uploads[ref, name])
         except PublishError:
@@ -137,10 +138,6 @@ class ShardStore:
     async def clear(self) -> None:
         """Remove what this process has stored."""
         await self._remove([*self._uploads])
-
-    async def _write(self, name: str, memory: np.ndarray) -> None:
-        await self._call("makedirs", name.rpartition("/")[0], exist_ok=True)
-        await self._call("pipe_file", name, memory.tobytes())
 
     async def _remove(self, keys: Iterable[tuple[AdapterRef, str]]) -> None:
         for key in keys:

@@ -87,9 +87,10 @@ def test_wrong_bytes_are_refused_and_fetched_again_once(world: World, tmp_path: 
 
 def test_versions_go_through_a_store_which_holds_the_last_two_and_nothing_at_the_end(tmp_path: Path) -> None:
     store = tmp_path / "store"
+    store.mkdir()
 
     def versions() -> list[str]:
-        return sorted(file.name.partition("-")[0] for file in (store / RUN).iterdir())
+        return sorted(file.name.split("-")[1] for file in store.iterdir())
 
     with remote_run(tmp_path, store.as_uri()) as world:
         world.publish(0).wait()
@@ -123,6 +124,7 @@ def test_wrong_bytes_of_a_store_are_refused_and_its_errors_cost_no_version(
             raise KeyError("no space")  # schemes have errors of their own
         write(files, path, value)
 
+    store.mkdir()
     monkeypatch.setattr(LocalFileSystem, "cat_file", changed)
     monkeypatch.setattr(LocalFileSystem, "pipe_file", refused)
     world = remote_run(tmp_path, store.as_uri())
