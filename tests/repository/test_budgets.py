@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4475,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys
+    "config": 4476,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
