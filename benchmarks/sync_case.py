@@ -94,7 +94,7 @@ class Case:
             target_modules=TARGETS,
         )
 
-    def config(self, run_root: Path, model_path: Path) -> Config:
+    def config(self, run_root: Path, model_path: Path, bind: str) -> Config:
         adapter = {
             "rank": self.rank,
             "alpha": 2.0 * self.rank,
@@ -118,7 +118,7 @@ class Case:
                     "kv_cache_gib": 1,
                 },
                 "weight_sync": {"timeout_s": 60},
-                "cluster": {"device": "cpu", "bind": "127.0.0.1"},
+                "cluster": {"device": "cpu", "bind": bind},
             }
         )
 

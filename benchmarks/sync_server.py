@@ -108,7 +108,7 @@ async def commands(parts: Any, answers: Any) -> None:
         elif name == "quiet":
             answer = await streams.stop()
         elif name == "bench_join":
-            await parts.engine.collective_rpc(name, args=(base64.b64decode(arguments[0]), arguments[1]))
+            await parts.engine.collective_rpc(name, args=(base64.b64decode(arguments[0]), *arguments[1:]))
         else:
             answer = (await parts.engine.collective_rpc(name, args=tuple(arguments)))[0]
         answers.write(msgspec.json.encode(answer).decode() + "\n")

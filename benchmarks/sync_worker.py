@@ -31,12 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class BenchExtension(AdapterWorkerExtension):
     """RPC methods; each stalls generation while it runs, as it does in the systems it stands for."""
 
-    def bench_join(self, endpoint: bytes, secret: str) -> None:
+    def bench_join(self, endpoint: bytes, secret: str, bind: str) -> None:
         decoded = msgspec.msgpack.decode(endpoint, type=SourceEndpoint)
         self._bench_flat, self._bench_count = torch.zeros(0, dtype=torch.uint8), 0
 
         def join() -> None:
-            self._bench_group: BroadcastGroup = join_group(decoded, 1, "127.0.0.1", 60.0, secret)
+            self._bench_group: BroadcastGroup = join_group(decoded, 1, bind, 60.0, secret)
 
         self._bench_thread = threading.Thread(target=join, daemon=True)
         self._bench_thread.start()

@@ -6,6 +6,7 @@ has the first half of the cores and the server the rest.
 
 ``--quick``      two minutes: fewer repeats, no growth tables
 ``--only PART``  ``publish``, ``generation`` or ``growth`` alone; claims of what was measured
+``--veth``       ``publish`` alone, between two network namespaces of one core each
 ``--json FILE``  the figures, with a flat object ``claims`` and ``environment`` beside it
 ``--force``      run although the machine is busy
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import ctypes
 import json
 import os
 import re
@@ -49,6 +51,7 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.distributed.namespaces import Host, two_hosts
 from tests.support.solo_exchange import SoloExchange
 
 HERE = Path(__file__).resolve().parent
@@ -69,30 +72,38 @@ SMALL = Case(name="decode", layers=4, hidden=512, experts=128, ffn=192, heads=8,
 BUCKET_MIB = 16
 BUSY_LIMIT = 0.15
 STEP_S = 1.0
+CLONE_NEWNET = 0x40000000  # of sched.h
 SHM = Path("/dev/shm")
 OURS_WAY = "receivers read the source's memory"
 SOCKETS_WAY = "ours over sockets (as between machines)"
 
 
 class Server:
-    """A child process, on ``cores`` only if there are any."""
+    """A child process, on ``cores`` only if there are any, on ``host`` or this one."""
 
-    def __init__(self, folder: Path, index: int, cores: Sequence[int]) -> None:
+    def __init__(self, folder: Path, index: int, cores: Sequence[int], host: Host | None) -> None:
         env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, str(HERE / "sync_server.py"), str(folder), str(index)]
         if cores:
             command = ["taskset", "-c", ",".join(map(str, cores)), *command]
+        if host is not None:
+            command = ["ip", "netns", "exec", host.name, *command]
+        address = "127.0.0.1" if host is None else host.ipv4
         self._log = (folder / f"server-{index}.log").open("wb")
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         self._folder, self._index = folder, index
-        self.endpoint = ServerEndpoint(name="", host="127.0.0.1", admin_port=0, data_port=0, workers=1)
+        self.endpoint = ServerEndpoint(name="", host=address, admin_port=0, data_port=0, workers=1)
 
     def wait(self) -> Server:
         ready = json.loads(self._line())
         self.endpoint = ServerEndpoint(
-            name=f"server-{self._index}", host="127.0.0.1", admin_port=ready["admin_port"], data_port=0, workers=1
+            name=f"server-{self._index}",
+            host=self.endpoint.host,
+            admin_port=ready["admin_port"],
+            data_port=0,
+            workers=1,
         )
         return self
 
@@ -138,18 +149,19 @@ def first_error(log: str) -> str:
 
 
 class Setup:
-    """A case with its servers, its adapters' tensors and a publisher."""
+    """A case with its servers, its adapters' tensors and a publisher; ``hosts`` are the trainer's and the servers'."""
 
-    def __init__(self, case: Case, root: Path, receivers: int, cores: Sequence[int]) -> None:
+    def __init__(self, case: Case, root: Path, receivers: int, cores: Sequence[int], hosts: Sequence[Host]) -> None:
+        self.bind, there = ("127.0.0.1", None) if not hosts else (hosts[0].ipv4, hosts[1])
         self.case = case
         self._model = case.write_model(root / "model")
-        config = case.config(root / "runs", self._model)
+        config = case.config(root / "runs", self._model, there.ipv4 if there else self.bind)
         folder = config.run_folder.path
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(config.model_dump_json())
         create_secret(config.run_folder)
         self.secret = read_secret(config.run_folder)
-        self.servers = [Server(folder, i, cores) for i in range(receivers)]
+        self.servers = [Server(folder, i, cores, there) for i in range(receivers)]
         self.specs = [case.spec(i, self._model) for i in range(case.adapters)]
         self.tensors = [Tensors(case, spec, seed=i) for i, spec in enumerate(self.specs)]
         self._digest = base_digest(self._model)
@@ -163,7 +175,13 @@ class Setup:
         config = self._weight_sync.model_copy(update={"bucket_mib": BUCKET_MIB})
         leader = Leader(run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config)
         return Publisher(
-            run=self._run, config=config, exchange=SoloExchange(), leader=leader, secret=self.secret, backend=backend
+            run=self._run,
+            config=config,
+            exchange=SoloExchange(),
+            leader=leader,
+            secret=self.secret,
+            backend=backend,
+            bind=self.bind,
         )
 
     def begin(self, adapter: int = 0, publisher: Publisher | None = None) -> PublishJob:
@@ -211,12 +229,12 @@ def halves(cores: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
 
 
 @contextmanager
-def running(case: Case, receivers: int = 1, pinned: bool = False) -> Iterator[Setup]:
+def running(case: Case, receivers: int = 1, pinned: bool = False, hosts: Sequence[Host] = ()) -> Iterator[Setup]:
     """``pinned``: this process, the trainer, has the first half of the cores and the servers the others."""
     cores = os.sched_getaffinity(0)
     first, last = halves(sorted(cores)) if pinned else ((), ())
     with tempfile.TemporaryDirectory(prefix="areal-lora-bench-") as root:
-        setup = Setup(case, Path(root), receivers, last)
+        setup = Setup(case, Path(root), receivers, last, hosts)
         if first:
             os.sched_setaffinity(0, first)
         try:
@@ -239,7 +257,7 @@ class Baselines:
         self._names = [(name, list(t.shape)) for name, t in self._whole.items()]
         listener = GroupListener(
             source=0,
-            bind="127.0.0.1",
+            bind=setup.bind,
             receivers=["a worker"],
             bucket_bytes=1 << 30,
             backend="gloo",
@@ -247,7 +265,7 @@ class Baselines:
             secret=setup.secret,
         )
         endpoint = base64.b64encode(msgspec.msgpack.encode(listener.endpoint)).decode()
-        self._server.call("bench_join", endpoint, setup.secret)
+        self._server.call("bench_join", endpoint, setup.secret, self._server.endpoint.host)
         self._group = listener.accept()
 
     def raw(self) -> float:
@@ -303,9 +321,9 @@ class Spread:
         return f"{self.low:.1f} / {self.middle:.1f} / {self.high:.1f}"
 
 
-def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
+def compare(case: Case, repeats: int, console: Console, hosts: Sequence[Host] = ()) -> dict[str, Any]:
     """All variants, interleaved, on one server."""
-    with running(case) as setup:
+    with running(case, pinned=bool(hosts), hosts=hosts) as setup:
         ways = Baselines(setup)
         rss = setup.servers[0].rss_bytes()
         phases: list[dict[str, float]] = []
@@ -511,10 +529,26 @@ def growth(repeats: int, console: Console) -> dict[str, Any]:
     return rows
 
 
+def joined_hosts(stack: ExitStack) -> Sequence[Host]:
+    """Two hosts; this process is on the first from here on, and so are its threads."""
+    hosts = stack.enter_context(two_hosts())
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{hosts[0].name}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    return hosts
+
+
 def main() -> None:
+    with ExitStack() as stack:
+        measure_all(stack)
+
+
+def measure_all(stack: ExitStack) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("publish", "generation", "growth"))
+    parser.add_argument("--veth", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--repeats", type=int)
@@ -524,11 +558,18 @@ def main() -> None:
     torch.set_num_threads(1)
     repeats = args.repeats or (7 if args.quick else 15)
     result: dict[str, Any] = {"environment": environment()}
-    parts = (args.only,) if args.only else ("publish", "generation") + (() if args.quick else ("growth",))
+    hosts = joined_hosts(stack) if args.veth else ()
+    parts = (
+        ("publish",)
+        if hosts
+        else (args.only,)
+        if args.only
+        else ("publish", "generation") + (() if args.quick else ("growth",))
+    )
     claims: dict[str, float] = {}
     if "publish" in parts:
-        result["3k"] = compare(MOE_30B, repeats, console)
-        result["37k"] = compare(MANY, max(3, repeats // 3) if args.quick else repeats, console)
+        result["3k"] = compare(MOE_30B, repeats, console, hosts)
+        result["37k"] = compare(MANY, max(3, repeats // 3) if args.quick else repeats, console, hosts)
         claims |= {
             # As it runs on this machine (receivers read the source's memory), and as between machines.
             "publish_vs_raw": min(result["3k"]["of_limit"], result["37k"]["of_limit"]),

@@ -27,14 +27,14 @@ LINES = {
     "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
     "algorithms": 1232,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2332,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
-    "data": 760,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
+    "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "config": 4476,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys
+    "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10509,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
-    "families": 1429,  # FLOPs of passes; sizes of routes
-    "launcher": 4669,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "engine": 10804,  # structured outputs; remote servers, a store, differences; entropies; routes
+    "families": 1435,  # FLOPs of passes; sizes of routes
+    "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
     "obs": 4654,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
@@ -43,10 +43,10 @@ LINES = {
     "processes": 405,  # stacks after a fatal signal; shared_memory, from launcher; rare full collections
     "rollout": 8009,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
-    "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
-    "tasks": 3238,  # the time of scoring; reward models
-    "trainer": 4036,  # parts of a batch, routes and their flips; which passes join; states copied between operations
-    "weight_sync": 5532,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
+    "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "tasks": 3242,  # the time of scoring; reward models
+    "trainer": 4040,  # parts of a batch, routes and their flips; which passes join; states copied between operations
+    "weight_sync": 5551,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -62,7 +62,7 @@ def test_the_roles_cannot_share_an_environment() -> None:
 @pytest.mark.timeout(600)
 @asks_an_index
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("extra", ["cpu", "data", "math", "rollout", "trainer"])
+@pytest.mark.parametrize("extra", ["cpu", "data", "math", "rollout", "s3", "trainer"])
 def test_an_extra_resolves(extra: str, python: str) -> None:
     command = ("uv", "pip", "compile", "--quiet", "--python-version", python, "--extra", extra, "pyproject.toml")
     if (extra, python) == ("trainer", "3.11"):

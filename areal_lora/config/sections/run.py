@@ -121,6 +121,8 @@ class RemoteConfig(Section):
     port: NonNegInt = Field(0, description="0: the system chooses.")
     certificate: Path | None = None
     """PEM file with certificate chain and private key; plain HTTP if unset."""
+    store: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://")
+    """fsspec URL, such as `s3://bucket/runs` (extra `s3`), through which versions go instead of the gateway."""
 
 
 class RolloutConfig(Section):

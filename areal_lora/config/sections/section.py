@@ -91,6 +91,7 @@ _PATTERNS = {
     r"^\S+$": "a text without spaces",
     r"^\S*$": "a text without spaces",
     r"^[^\r\n]+$": "one line of text",
+    r"^[a-z][a-z0-9+.-]*://": "a URL such as s3://bucket/folder",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
     r"^https?://": "a URL that starts with https:// or http://",
     r"^https?://.*/(classify|score|pooling)$": "a URL that ends with /classify, /score or /pooling",

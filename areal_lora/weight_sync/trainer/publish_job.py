@@ -129,19 +129,22 @@ class PackedShard:
         Raises PublishError at ``deadline`` (time.monotonic), for a dead peer or a failed ``pack``.
         """
         transfers = []
-        if group.same_host:
-            transfers.append(group.signal(self._segment, deadline))
-        else:
-            for bucket in self._table.buckets(group.bucket_bytes):
-                self._wait(bucket.last, False, deadline)
-                transfers.append(group.start(self._flat[bucket.start : bucket.end], deadline))
-        self._wait(len(self.shard.tensors), True, deadline)
-        if group.same_host:
-            transfers.append(group.signal(self._segment, deadline))
-        else:
-            transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
-        for transfer in transfers:
-            transfer.wait()
+        try:
+            if group.same_host:
+                transfers.append(group.signal(self._segment, deadline))
+            else:
+                for bucket in self._table.buckets(group.bucket_bytes):
+                    self._wait(bucket.last, False, deadline)
+                    transfers.append(group.start(self._flat[bucket.start : bucket.end], deadline))
+            self._wait(len(self.shard.tensors), True, deadline)
+            if group.same_host:
+                transfers.append(group.signal(self._segment, deadline))
+            else:
+                transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
+            for transfer in transfers:
+                transfer.wait()
+        finally:
+            transfers.clear()  # a traceback would keep them, and they the connections of a closed group
 
     def _advance(self, done: int, sealed: bool = False) -> None:
         self._segment.advance(self._end if sealed else self._table.end(done))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,7 +32,10 @@ from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.clocks import wait_until
 from tests.support.distributed.spawn import forking
+from tests.support.solo_exchange import SoloExchange
+from tests.support.weight_sync import SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -57,6 +63,7 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
 
 def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") -> None:
     torch.set_num_threads(1)
+    leaving = threading.Event()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # in all threads, or any of them would take it
     server = MemoryServer(
         run=RUN,
@@ -67,6 +74,7 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
         declared={"a": spec()},
         name=name,
         host=host,
+        leaving=leaving.is_set,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )
     writers = server.writers
@@ -81,6 +89,9 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
                 signal.sigtimedwait({signal.SIGCONT}, 0)
                 writers[0].on_write = partial(pause, pipe, itertools.count())
+            elif what == "leave":
+                leaving.set()
+                pipe.send(None)
             elif what == "forget":  # versions from now on lose their lora_B
                 for w in writers:
                     w.flush = lambda slot, w=w: forget(w.slots[slot])  # type: ignore[method-assign]
@@ -269,3 +280,108 @@ def start(target: Any, *args: Any) -> Child:
     process.start()
     theirs.close()
     return Child(process, mine)
+
+
+def names(*numbers: int) -> list[str]:
+    return [f"server-{n}" for n in numbers]
+
+
+class Tree:
+    """A trainer in this process, server n at 127.0.0.(n + 2) with one worker unless ``workers`` has another number.
+
+    Counts which servers are told to connect, and how long groups take to form. ``most`` is that of `relay_tree`.
+    """
+
+    def __init__(self, numbers: Iterable[int], workers: Mapping[int, int] = MappingProxyType({}), *, most: int) -> None:
+        self.servers: dict[str, Child] = {}
+        self.endpoints: dict[str, ServerEndpoint] = {}
+        self._workers = workers
+        for n in numbers:
+            self.start(n)
+        config = WeightSyncConfig(timeout_s=150.0, bucket_mib=BUCKET_MIB)
+        leader = Leader(
+            run=RUN,
+            secret=SECRET,
+            servers=self.endpoints.values(),
+            config=config,
+            tolerance=1e-6,
+            watch=self,
+            most=most,
+        )
+        self.leader, self.told, self.formed_s = leader, list[set[str]](), list[float]()
+        join, await_joins, began_s = leader._fleet.join, leader.await_joins, 0.0
+
+        def counted(*args):
+            nonlocal began_s
+            began_s = time.monotonic()
+            posts = join(*args)
+            self.told.append({server.name for server in posts})
+            return posts
+
+        def timed() -> None:
+            await_joins()
+            self.formed_s.append(time.monotonic() - began_s)
+
+        leader._fleet.join, leader.await_joins = counted, timed  # type: ignore[method-assign]
+        self.publisher = Publisher(
+            run=RUN, config=config, exchange=SoloExchange(), secret=SECRET, leader=leader, backend=SOCKETS
+        )
+        self.version = -1
+
+    def present(self) -> list[ServerEndpoint]:
+        return list(self.endpoints.values())
+
+    def start(self, n: int) -> None:
+        name = f"server-{n}"
+        self.servers[name] = start(serve, name, self._workers.get(n, 1), f"127.0.0.{n + 2}")
+        self.endpoints[name] = self.servers[name].answer()
+
+    def joins(self, *numbers: int) -> None:
+        for n in numbers:
+            self.start(n)
+        wait_until(lambda: {s.name for s in self.leader.roster.available()} == set(names(*numbers)), what="joining")
+
+    def begin(self):
+        self.version += 1
+        self.told.clear()
+        full = truth(self.version, self.version)
+        scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
+        logprobs, base = scores(scaled, PROBE_IDS), scores(None, PROBE_IDS)
+        probe = ProbeExpectation(token_ids=PROBE_IDS, base=base, logprobs=logprobs)
+        layout = layout_of(full, (0,))
+        parent = ref(self.version - 1) if self.version else None
+        return self.publisher.publish(ref(self.version), parent, layout, pack_of(layout, 0, full), BASE, probe)
+
+    def end(self, job, dead: Collection[str] = ()):
+        """The report; every server that it names has every tensor bit for bit, but those that were killed."""
+        report, want = job.wait(), truth(self.version, self.version)
+        for server in (server for server in report.servers if server.name not in dead):
+            for worker in range(server.workers):
+                got = self.servers[server.name].ask("tensors", self.version, worker)
+                assert got.keys() == want.keys()
+                for name, tensor in want.items():
+                    scaled = tensor.numpy() * np.float32(2.0 if ".lora_B." in name else 1.0)
+                    np.testing.assert_array_equal(got[name].view(np.uint32), scaled.view(np.uint32))
+        return report
+
+    def killed(self, name: str):
+        """The report of a version in the middle of whose transfer ``name`` is killed."""
+        server = self.servers[name]
+        server.pipe.send(("pause",))
+        job = self.begin()
+        assert server.answer() == "midway"
+        os.kill(server.process.pid, signal.SIGKILL)
+        report = self.end(job)
+        del self.endpoints[name]
+        assert list(report.lost) == [name]
+        assert {s.name for s in report.servers} == set(self.endpoints)
+        return report
+
+    def groups(self) -> list[tuple[str | None, list[str]]]:
+        return [(g.relay.name if g.relay else None, [s.name for s in g.members]) for g in self.leader._tree]
+
+    def close(self) -> None:
+        self.publisher.close()
+        for server in self.servers.values():
+            server.process.kill()
+            server.process.join(120)

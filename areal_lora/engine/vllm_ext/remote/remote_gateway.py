@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import msgspec
 import uvloop
@@ -29,9 +30,10 @@ from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, has_tenants
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
+from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
 from areal_lora.engine.vllm_ext.server.guards import MAX_DATA_BODY_BYTES, BearerAuth, guarded
 from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls, tick
-from areal_lora.errors import ArealLoraError
+from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer, listening
 from areal_lora.network.tls import Plane, bearer_key, certified_context
@@ -46,7 +48,9 @@ from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.manifest import base_digest, shard_key_bytes
 
-ROLE = "remote"
+ROLE, BYTES = "remote", "application/octet-stream"
+BASES = 2
+"""Versions kept of each adapter: the newest, and that before it, which servers hold while they fetch the newest."""
 LINGER_S = 30.0
 """Time in which the data plane of a server that has left hands requests back: then the controller knows it."""
 
@@ -61,10 +65,13 @@ class RemoteGateway:
         self._host = own_place(config.cluster, run_folder).address
         self._closed = has_tenants(config)
         self.seats: dict[str, m.RemoteSeat] = {}
+        url = None if config.rollout.remote is None else config.rollout.remote.store
+        self._store, self._bases = open_store(url), ShardBases(adapter_capacity(config), BASES)
         self._settings = m.RemoteSettings(
             config=config.model_dump_json().encode(),
             base_digest=base_digest(config.model.folder),
             shard_keys=shard_key_bytes(self._secret),
+            store=url,
         )
 
     def app(self) -> ASGIApp:
@@ -76,7 +83,8 @@ class RemoteGateway:
             Route("/remote/{name}/shard/{transfer:int}/{source:int}", self._get_shard),
             Route("/remote/{name}", self._leaves, methods=["DELETE"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={KeyError: _unknown, msgspec.MsgspecError: _malformed})
+        handlers: Any = {KeyError: _unknown, msgspec.MsgspecError: _malformed, PublishError: _not_sent}
+        app = Starlette(routes=routes, exception_handlers=handlers)
         return BearerAuth(BodyLimit(app, MAX_DATA_BODY_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:
@@ -92,6 +100,8 @@ class RemoteGateway:
         for seat in self.seats.values():
             seat.end()
         await asyncio.sleep(min(1.0, len(self.seats)))
+        if self._store is not None:
+            await self._store.clear()
 
     async def _get_settings(self, request: Request) -> Response:
         return _packed(self._settings)
@@ -99,7 +109,9 @@ class RemoteGateway:
     async def _admit(self, request: Request) -> Response:
         config, folder = self._config, self._run_folder
         [index] = claim_indices(folder, 1, config.rollout.servers)
-        seat = m.RemoteSeat(index, bind=self._host, secret=self._secret, layouts=adapter_capacity(config))
+        layouts = adapter_capacity(config)
+        how: Any = {"bind": self._host, "secret": self._secret, "bases": self._bases, "store": self._store}
+        seat = m.RemoteSeat(index, layouts=layouts, **how)
         self.seats[seat.name] = seat
         watched_task("remote-seat", partial(self._serve, seat, int(request.path_params["workers"])))
         log.info("%s has joined from %s", seat.name, request.client.host if request.client else "elsewhere")
@@ -139,12 +151,13 @@ class RemoteGateway:
     async def _get_shard(self, request: Request) -> Response:
         number, source = request.path_params["transfer"], request.path_params["source"]
         spool = self._seat(request).spools.get((number, source))
-        at, size = _start_of(request.headers.get("range", "")), 0 if spool is None else len(spool.memory)
-        if spool is None or at >= size:
-            return Response("this shard is not sent any more", status_code=410)
-        headers = {"Content-Length": str(size - at), "Content-Range": f"bytes {at}-{size - 1}/{size}"}
-        media_type = "application/octet-stream"
-        return StreamingResponse(spool.chunks(at), 206 if at else 200, headers=headers, media_type=media_type)
+        query, at = request.query_params, int(request.query_params["at"])
+        if spool is None or not 0 <= at < len(spool.memory):
+            raise PublishError("this shard is not sent any more")
+        if self._store is not None:
+            return Response(await spool.stored())
+        base = self._bases.find(spool.ref.name, spool.source, len(spool.memory), query["base"])
+        return StreamingResponse(spool.frames(at, base), 200 if base is None else 226, media_type=BYTES)
 
     async def _leaves(self, request: Request) -> Response:
         self._end(self._seat(request), "leaves")
@@ -155,18 +168,16 @@ class RemoteGateway:
         return self.seats[request.path_params["name"]]
 
 
-def _start_of(header: str) -> int:
-    """First byte of a ``Range`` header of the form ``bytes=N-``; 0 for any other."""
-    first = header.removeprefix("bytes=").removesuffix("-")
-    return int(first) if first.isdecimal() else 0
-
-
 def _packed(message: msgspec.Struct) -> Response:
     return Response(msgspec.msgpack.encode(message), media_type=wire.CONTENT_TYPE)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     return Response("no such server: it has left, or joined an earlier gateway", status_code=404)
+
+
+async def _not_sent(request: Request, error: Exception) -> Response:
+    return Response(str(error), status_code=410)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

@@ -9,8 +9,9 @@ GET     ``/remote/settings``                200 ``RemoteSettings``
 POST    ``/remote/servers/WORKERS``         200 ``RemoteName``: the server is a member of the run from here on
 GET     ``/remote/NAME/work/SEEN``          200 ``RemoteWork``: requests after number SEEN, within ``HOLD_S``
 POST    ``/remote/NAME/answer``             200; the body is an ``RemoteAnswer``
-GET     ``/remote/NAME/shard/N/SOURCE``     200, or 206 for a ``Range``: the packed shard of source rank SOURCE that
-                                            request N announces, trailer included, as it arrives
+GET     ``/remote/NAME/shard/N/SOURCE``     200: frames (`shards`) of the packed shard of source rank SOURCE that
+                                            request N announces, as it arrives, from byte ``at`` on; 226: of its
+                                            difference to that with seal ``base``. With a store: its name there
 DELETE  ``/remote/NAME``                    200; the server has left
 ======  ==================================  =========================================================================
 
@@ -34,28 +35,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from areal_lora.engine.vllm_ext.remote.shards import PART_BYTES, ShardBases, ShardStore, frame
 from areal_lora.engine.vllm_ext.server.guards import BearerAuth
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.http_server import LEAVING_HEADER, BodyLimit, unless_disconnected
 from areal_lora.network.tls import Plane
+from areal_lora.types import AdapterRef
 from areal_lora.weight_sync import messages as wire
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.kernels import ITEM_BYTES
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.link.inbox import Part, RingInbox, WindowInbox
 from areal_lora.weight_sync.manifest import decode, trailer_part
 
-CHUNK_BYTES = 1 << 20
 HOLD_S = 10.0
 LOST_S = 10.0
 """A server that does not fetch work for so long is lost."""
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``config`` is the run's, as JSON, ``shard_keys`` those of ``manifest.shard_key_bytes``."""
+    """``config`` is the run's, as JSON, ``shard_keys`` those of ``manifest.shard_key_bytes``, ``store`` its URL."""
 
     config: bytes
     base_digest: str
     shard_keys: bytes
+    store: str | None = None
 
 
 class RemoteName(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +109,15 @@ async def settled(undo: Callable[[], None], answer: Awaitable[A], others: Iterab
 
 
 class ShardSpool:
-    """The bytes of one packed shard, from the group to a remote server. ``ready`` of ``memory`` have arrived."""
+    """The bytes of one packed shard, from the group to a remote server. ``ready`` of ``memory`` have arrived.
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.zeros(nbytes, dtype=np.uint8)
-        self.ready, self._failure = 0, ""
+    Its numbers have ``item_bytes``. ``name`` is that of the shard in the store, once it is there.
+    """
+
+    def __init__(self, nbytes: int, ref: AdapterRef, source: int, item_bytes: int) -> None:
+        self.memory, self.ref, self.source = np.zeros(nbytes, dtype=np.uint8), ref, source
+        self._item_bytes = item_bytes
+        self.ready, self.name, self._failure = 0, "", ""
         self._loop, self._more = asyncio.get_running_loop(), asyncio.Event()
 
     def fill(self, inbox: RingInbox | WindowInbox, parts: Sequence[Part]) -> None:
@@ -124,29 +132,50 @@ class ShardSpool:
             self._loop.call_soon_threadsafe(self._note, self.ready, str(error))
             raise
 
+    async def put(self, store: ShardStore, run: str, deadline: float) -> None:
+        """Store the shard, which is complete. Raises PublishError, also in ``stored``."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                self.name = await store.put(run, self.ref, self.source, self.memory)
+        except (PublishError, TimeoutError) as error:
+            self._note(self.ready, str(error) or f"{self.ref} was not stored in time")
+            raise PublishError(self._failure) from None
+        self._more.set()
+
     def _note(self, ready: int, failure: str = "") -> None:
         self.ready, self._failure = ready, failure
         self._more.set()
 
-    async def chunks(self, at: int) -> AsyncIterator[bytes]:
-        """Yield the bytes from ``at`` on as they arrive. Raises PublishError if they do not."""
+    async def frames(self, at: int, base: np.ndarray | None) -> AsyncIterator[bytes]:
+        """Yield what differs from ``base`` from byte ``at`` on, as it arrives. Raises PublishError if it does not."""
         while at < len(self.memory):
-            while self.ready <= at:
-                if self._failure:
-                    raise PublishError(self._failure)
-                self._more.clear()
-                await self._more.wait()
-            end = min(self.ready, at + CHUNK_BYTES)
-            yield self.memory[at:end].tobytes()
-            at = end
+            await self._until(lambda at=at: self.ready > at)  # type: ignore[misc]
+            part = slice(at, min(self.ready, at + PART_BYTES))
+            before = None if base is None else base[part]
+            yield await asyncio.to_thread(frame, self.memory[part], before, self._item_bytes)
+            at = part.stop
+
+    async def stored(self) -> str:
+        """The shard's name in the store, once it is there. Raises PublishError if it does not arrive."""
+        await self._until(lambda: bool(self.name))
+        return self.name
+
+    async def _until(self, arrived: Callable[[], bool]) -> None:
+        while not arrived():
+            if self._failure:
+                raise PublishError(self._failure)
+            self._more.clear()
+            await self._more.wait()
 
 
 class RemoteSeat:
     """Server ``index`` of the run, in another place. ``spools`` are by transfer, the newest only, and source rank."""
 
-    def __init__(self, index: int, *, bind: str, secret: str, layouts: int) -> None:
+    def __init__(
+        self, index: int, *, bind: str, secret: str, layouts: int, bases: ShardBases, store: ShardStore | None = None
+    ) -> None:
         self.index, self.name = index, f"server-{index}"
-        self._bind, self._secret, self._layouts = bind, secret, layouts
+        self._bind, self._secret, self._layouts, self._bases, self._store = bind, secret, layouts, bases, store
         self._numbers = itertools.count(1)
         self._unfetched: dict[int, ForwardedRequest] = {}
         self._unanswered: dict[int, asyncio.Future[RemoteAnswer]] = {}
@@ -280,8 +309,12 @@ class RemoteSeat:
         for shard, table in zip(layout.shards, layout.tables, strict=True):
             group = self._groups[shard.source]
             parts = [*((b.start, b.end) for b in table.buckets(group.bucket_bytes)), trailer_part(shard)]
-            spool = self.spools[number, shard.source] = ShardSpool(parts[-1][1])
-            fills.append(self._in_thread(spool.fill, group.receive(parts, deadline), parts))
+            spool = self.spools[number, shard.source] = ShardSpool(
+                parts[-1][1], announced.manifest.ref, shard.source, ITEM_BYTES[layout.dtype]
+            )
+            filled = self._in_thread(spool.fill, group.receive(parts, deadline), parts)
+            bases = self._bases if layout.payload is Payload.UNMERGED else None  # merged weights take all memory once
+            fills.append(_received(filled, spool, self._store, bases, announced.manifest.run, deadline))
         forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, number)
         answer = await settled(self._leave_groups, forwarded, fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
@@ -293,6 +326,21 @@ class RemoteSeat:
         for group in self._groups.values():
             group.close()
         self._groups = {}
+
+
+async def _received(
+    filled: Awaitable[None],
+    spool: ShardSpool,
+    store: ShardStore | None,
+    bases: ShardBases | None,
+    run: str,
+    deadline: float,
+) -> None:
+    await filled
+    if store is not None:
+        await spool.put(store, run, deadline)
+    elif bases is not None:
+        bases.keep(spool.ref.name, spool.source, spool.memory)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

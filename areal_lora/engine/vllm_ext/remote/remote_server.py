@@ -25,7 +25,9 @@ import msgspec
 from areal_lora import errors
 from areal_lora.config.models import ClusterConfig, Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, write_config
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
+from areal_lora.engine.vllm_ext.remote.shards import RETRY_S, IncomingShard, ShardBases, fetch, open_store
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
@@ -33,7 +35,8 @@ from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.weight_sync import messages as wire
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.kernels import ITEM_BYTES
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import base_digest, decode, encode, expanded, trailer_part
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
@@ -43,7 +46,6 @@ HOST = "127.0.0.1"
 START_S, LEAVE_S, STOP_S = 900.0, 2.0, 20.0
 PATIENCE_S = 300.0
 """A gateway that does not answer for so long has ended."""
-RETRY_S = 0.5
 FETCHES = 2
 """Times that a version is fetched whose bytes are wrong."""
 
@@ -74,7 +76,7 @@ class GatewayClient:
         await self._session.close()
 
     @contextlib.asynccontextmanager
-    async def _open(self, method: str, path: str, **how: Any) -> Any:
+    async def open(self, method: str, path: str, **how: Any) -> Any:
         async with self._session.request(method, f"{self.url}/remote/{path}", **how) as response:
             if response.status == 401:
                 fix = "copy remote.token of the run folder again: each start of a run makes another one"
@@ -87,31 +89,12 @@ class GatewayClient:
             yield response
 
     async def get(self, path: str, kind: type[M], method: str = "GET") -> M:
-        async with self._open(method, path) as response:
+        async with self.open(method, path) as response:
             return msgspec.msgpack.decode(await response.read(), type=kind)
 
     async def send(self, method: str, path: str, message: msgspec.Struct | None = None) -> None:
-        async with self._open(method, path, data=None if message is None else msgspec.msgpack.encode(message)):
+        async with self.open(method, path, data=None if message is None else msgspec.msgpack.encode(message)):
             pass
-
-    async def fetch(self, path: str, shard: PackedShard, nbytes: int, deadline: float) -> None:
-        """Fetch ``nbytes`` into ``shard``; a broken connection continues where it ended.
-
-        Raises PublishError at the ``deadline``, or for a shard that does not arrive at the gateway.
-        """
-        at = 0
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                while at < nbytes:
-                    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                        async with self._open("GET", path, headers={"Range": f"bytes={at}-"}) as response:
-                            async for part in response.content.iter_any():
-                                shard.place(at, part)
-                                at += len(part)
-                    if at < nbytes:
-                        await asyncio.sleep(RETRY_S)
-        except TimeoutError:
-            raise errors.PublishError(f"{at} of {nbytes} bytes of a shard have arrived in time") from None
 
 
 class RemoteServer:
@@ -120,6 +103,8 @@ class RemoteServer:
     def __init__(self, gateway: GatewayClient, folder: RunFolder, settings: m.RemoteSettings, workers: int) -> None:
         self._gateway, self._folder, self._workers = gateway, folder, workers
         self._secret, self._keys = read_secret(folder), expanded(settings.shard_keys)
+        self._store = open_store(settings.store)
+        self._bases = ShardBases(adapter_capacity(Config.model_validate_json(settings.config)))
         endpoint = wait_endpoint(folder, "server", 0, 0.0)
         self._urls = {
             plane: f"{'https' if plane in endpoint.tls else 'http'}://{HOST}:{endpoint.ports[plane]}"
@@ -263,9 +248,10 @@ class RemoteServer:
         ref, deadline, digest = announced.manifest.ref, came + announced.timeout_s, announced.manifest.layout
         if announced.layout is not None:
             self._layouts[digest] = announced.layout
-        for _ in range(FETCHES):
+        for fetched in range(FETCHES):
             left = msgspec.structs.replace(announced, timeout_s=deadline - time.monotonic())
-            answer = await self._transfer(request, name, self._layouts[digest], encode(left), deadline)
+            layout, body = self._layouts[digest], encode(left)
+            answer = await self._transfer(request, name, ref.name, layout, body, deadline, whole=fetched > 0)
             if answer.status != 409:
                 break
             refusal = msgspec.msgpack.decode(answer.body, type=wire.RefusalReply)
@@ -280,29 +266,48 @@ class RemoteServer:
         return answer
 
     async def _transfer(
-        self, request: m.ForwardedRequest, name: str, layout: AdapterLayout, body: bytes, deadline: float
+        self,
+        request: m.ForwardedRequest,
+        name: str,
+        adapter: str,
+        layout: AdapterLayout,
+        body: bytes,
+        deadline: float,
+        *,
+        whole: bool,
     ) -> m.RemoteAnswer:
-        shards = {s.source: (PackedShard(layout, s.source, self._keys), trailer_part(s)[1]) for s in layout.shards}
-
+        """Fetch all shards, as they are or as what differs from the last version, for the server process."""
+        shards = dict[int, IncomingShard]()
+        for each in layout.shards:
+            source, nbytes = each.source, trailer_part(each)[1]
+            base = None if whole else self._bases.newest(adapter, source, nbytes)
+            shard = PackedShard(layout, source, self._keys)
+            shards[source] = IncomingShard(shard, nbytes, ITEM_BYTES[layout.dtype], base)
         if shards.keys() - self._groups.keys():
             raise errors.PublishError(
                 f"this server is in no group of source ranks {sorted(shards)}; the trainer must join it"
             )
 
-        async def relay(source: int, shard: PackedShard, nbytes: int) -> None:
-            sent = self._in_thread(partial(shard.send, self._groups[source], deadline))
+        async def relay(source: int, coming: IncomingShard) -> None:
+            sent = self._in_thread(partial(coming.shard.send, self._groups[source], deadline))
             try:
                 with (
-                    errors.undo_on_error(shard.abandon),
+                    errors.undo_on_error(coming.shard.abandon),
                     errors.undo_on_error(self._groups[source].close),
                 ):  # workers notice at once
-                    await self._gateway.fetch(f"{name}/shard/{request.number}/{source}", shard, nbytes, deadline)
+                    await fetch(
+                        self._gateway.open, f"{name}/shard/{request.number}/{source}", coming, deadline, self._store
+                    )
             finally:
                 await asyncio.wait([sent])
             await sent
 
-        relays = [relay(source, *shard) for source, shard in shards.items()]
-        return await m.settled(self._leave_groups, self._local_answer(request, body), relays)
+        relays = [relay(source, coming) for source, coming in shards.items()]
+        answer = await m.settled(self._leave_groups, self._local_answer(request, body), relays)
+        if answer.status == 200 and self._store is None and layout.payload is Payload.UNMERGED:
+            for source, coming in shards.items():
+                self._bases.keep(adapter, source, coming.memory)
+        return answer
 
     def _in_thread(self, call: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._pool, call)
@@ -344,6 +349,7 @@ async def serve_remote(
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise errors.ConfigError(url, f"no gateway answers there: {error}", "see the log of remote-0") from None
             config = local_config(settings, Path(temporary), model, device)
+            open_store(settings.store)  # raises before a server starts
             folder = RunFolder(config.run_folder.path, "")
             folder.path.mkdir()
             write_config(folder, config)

@@ -19,9 +19,11 @@ import msgspec
 import numpy as np
 import uvloop
 from safetensors.numpy import save_file
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_lora.config.models import Config, WeightSyncConfig
+from areal_lora.config.sections.run import RemoteConfig
 from areal_lora.engine.vllm_ext.remote.remote_gateway import RemoteGateway
 from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, RemoteServer
@@ -51,25 +53,29 @@ RUN = "t"
 class Damage:
     """The gateway's app; ``left`` shards more have a byte changed on their way.
 
-    The next one ends after ``cut_at`` bytes, if set. ``ranges`` were requested.
+    The next one ends after ``cut_at`` bytes, if set. Shards were
+    requested from the bytes ``starts`` on and answered with ``statuses``; ``nbytes`` were sent.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self.left = app, 0
+        self._app, self.left, self.nbytes = app, 0, 0
         self.cut_at: int | None = None
-        self.ranges: list[str] = []
+        self.starts, self.statuses = list[int](), list[int]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "/shard/" not in scope.get("path", ""):
             await self._app(scope, receive, send)
             return
-        self.ranges.append(dict(scope["headers"])[b"range"].decode())
+        self.starts.append(int(QueryParams(scope["query_string"])["at"]))
         wrong, self.left = self.left > 0, max(0, self.left - 1)
         room, self.cut_at = self.cut_at, None
 
         async def changed(message: Message) -> None:
             nonlocal wrong, room
+            if message["type"] == "http.response.start":
+                self.statuses.append(message["status"])
             body = bytearray(message.get("body", b""))
+            self.nbytes += len(body)
             if wrong and body:
                 body[len(body) // 2] ^= 1
                 wrong = False
@@ -143,6 +149,7 @@ class World:
     folder: RunFolder
     config: Config
     delay_s: float = 0.0
+    timeout_s: float = 60.0
     on_active: Callable[[PublishReport], None] = lambda _: None
     reports: list[PublishReport] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -191,7 +198,7 @@ class World:
             self.reports.append(report)
             self.on_active(report)
 
-        config = WeightSyncConfig(timeout_s=60.0, bucket_mib=0.001)
+        config = WeightSyncConfig(timeout_s=self.timeout_s, bucket_mib=0.001)
         endpoint = msgspec.structs.replace(self.local.endpoint, data_port=self.local_data.port)
         leader = Leader(
             run=RUN,
@@ -218,6 +225,10 @@ class World:
                 self.gateway._end(seat, "is lost")
 
         self._loop.run(lose())
+
+    def end(self) -> None:
+        """As the gateway at the end of the run."""
+        self._loop.run(self.gateway.end())
 
     def settings(self) -> RemoteSettings:
         """What the gateway gives to a remote server."""
@@ -258,12 +269,14 @@ def equal(one: MemoryServer, other: MemoryServer, version: int) -> bool:
     return mine.keys() == its.keys() and all(np.array_equal(mine[name], its[name]) for name in mine)
 
 
-def remote_run(root: Path) -> World:
-    """A run in ``root`` that nothing else uses."""
+def remote_run(root: Path, store: str | None = None) -> World:
+    """A run in ``root`` that nothing else uses; its versions go through ``store`` if given."""
     folder = RunFolder(root / RUN)
     folder.path.mkdir()
     create_secret(folder)
-    return World(folder, config(str(base_folder(root / "model"))))
+    made = config(str(base_folder(root / "model")))
+    rollout = made.rollout.model_copy(update={"remote": RemoteConfig(store=store)})
+    return World(folder, made.model_copy(update={"rollout": rollout}))
 
 
 def base_folder(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from areal_lora.engine.vllm_ext.remote.remote_seat import LOST_S, RemoteAnswer, RemoteSeat
+from areal_lora.engine.vllm_ext.remote.shards import ShardBases
 from areal_lora.network.tls import Plane
 
 
@@ -15,7 +16,7 @@ def answer(number: int, status: int = 200) -> RemoteAnswer:
 
 def test_requests_are_fetched_until_they_have_arrived_and_answered_once() -> None:
     async def check() -> None:
-        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1)
+        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1, bases=ShardBases(1))
         one, two = (asyncio.ensure_future(seat.forward(Plane.DATA, "POST", path, b"")) for path in ("/1", "/2"))
         await asyncio.sleep(0)
         for _ in range(2):  # the answer to the first was lost on its way
@@ -35,7 +36,7 @@ def test_requests_are_fetched_until_they_have_arrived_and_answered_once() -> Non
 
 def test_a_server_that_leaves_hands_back_all_that_is_unanswered_and_what_comes_later() -> None:
     async def check() -> None:
-        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1)
+        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1, bases=ShardBases(1))
         unanswered = asyncio.ensure_future(seat.forward(Plane.DATA, "POST", "/1", b""))
         await asyncio.sleep(0)
         seat.leave()
@@ -47,7 +48,7 @@ def test_a_server_that_leaves_hands_back_all_that_is_unanswered_and_what_comes_l
 
 def test_a_server_that_fetches_nothing_is_lost_and_one_that_waits_for_work_is_not() -> None:
     async def check() -> None:
-        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1)
+        seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1, bases=ShardBases(1))
         now = asyncio.get_running_loop().time()
         assert not seat.lost(now)
         assert seat.lost(now + LOST_S + 60.0)

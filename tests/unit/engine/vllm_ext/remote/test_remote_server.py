@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from areal_lora.engine.vllm_ext.remote import remote_seat
 from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config
 from areal_lora.errors import ConfigError, ProcessFailed
@@ -55,6 +58,7 @@ def test_a_remote_server_joins_follows_the_versions_and_leaves(world: World, tmp
         report = world.publish(version).wait()
         assert (members(report), report.attempts) == (["server-0", "server-1"], 1)
         assert equal(machine.memory, world.local, version)
+    assert world.damage.statuses == [200, 226], "the first whole, then what differs from it"
     name, tensor = share(values(2))[0][0]
     assert np.array_equal(machine.memory.tensors(ref(2, NAME))[name], tensor.numpy())
     machine.leave()
@@ -67,26 +71,97 @@ def test_a_remote_server_joins_follows_the_versions_and_leaves(world: World, tmp
 def test_wrong_bytes_are_refused_and_fetched_again_once(world: World, tmp_path: Path) -> None:
     world.publish(0).wait()
     machine = joined(world, tmp_path)
-    world.damage.left = 1
-    report = world.publish(1).wait()
-    assert (members(report), report.attempts) == (["server-0", "server-1"], 1)
-    assert (world.damage.left, equal(machine.memory, world.local, 1)) == (0, True)
+    for version in (1, 2):
+        world.damage.left = 1
+        report = world.publish(version).wait()
+        assert (members(report), report.attempts) == (["server-0", "server-1"], 1)
+        assert (world.damage.left, equal(machine.memory, world.local, version)) == (0, True)
+    assert world.damage.statuses == [200, 200, 226, 200], "then whole"
     world.damage.left = 2
-    report = world.publish(2).wait()
+    report = world.publish(3).wait()
     assert (members(report), world.damage.left) == (["server-0"], 0)
     with pytest.raises(ProcessFailed, match=r"arrived with wrong bytes 2 times from .* use https"):
         machine.serving.result(WAIT_S)
-    assert ref(2, NAME) not in machine.memory.held.active
+    assert ref(3, NAME) not in machine.memory.held.active
 
 
-def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(world: World, tmp_path: Path) -> None:
+def test_versions_go_through_a_store_which_holds_the_last_two_and_nothing_at_the_end(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+
+    def versions() -> list[str]:
+        return sorted(file.name.split("-")[1] for file in store.iterdir())
+
+    with remote_run(tmp_path, store.as_uri()) as world:
+        world.publish(0).wait()
+        machines = []
+        for version in (1, 2, 3):
+            if version < 3:
+                machines.append(joined(world, tmp_path))
+            assert len(members(world.publish(version).wait())) == 1 + len(machines)
+            assert all(equal(machine.memory, world.local, version) for machine in machines)
+            assert versions() == [str(ref(v, NAME)) for v in range(max(1, version - 1), version + 1)], "one shard each"
+        assert 0 < world.damage.nbytes < 1000, "the gateway sends names"
+        world.end()
+        assert versions() == []
+
+
+def test_wrong_bytes_of_a_store_are_refused_and_its_errors_cost_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, read, write, faults = tmp_path / "store", LocalFileSystem.cat_file, LocalFileSystem.pipe_file, list[str]()
+
+    def changed(files: LocalFileSystem, path: str, **how: int) -> bytes:
+        found = bytearray(read(files, path, **how))
+        if faults and faults[0] == "byte":
+            found[len(found) // 2] ^= 1
+            del faults[0]
+        return bytes(found)
+
+    def refused(files: LocalFileSystem, path: str, value: bytes) -> None:
+        if faults and faults[0] == "full":
+            del faults[0]
+            raise KeyError("no space")  # schemes have errors of their own
+        write(files, path, value)
+
+    store.mkdir()
+    monkeypatch.setattr(LocalFileSystem, "cat_file", changed)
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", refused)
+    world = remote_run(tmp_path, store.as_uri())
+    world.timeout_s = 600.0
+    with world:
+        world.publish(0).wait()
+        machine = joined(world, tmp_path)
+        world.publish(1).wait()
+        faults += ["byte"]
+        assert members(world.publish(2).wait()) == ["server-0", "server-1"]
+        assert (faults, equal(machine.memory, world.local, 2)) == ([], True)
+        faults += ["full"]
+        began_s = time.monotonic()
+        report = world.publish(3).wait()
+        assert time.monotonic() - began_s < 120.0, "an attempt may take 240 s: all notice the failure at once"
+        assert (members(report), report.attempts, faults) == (["server-0", "server-1"], 2, [])
+        assert "pipe_file: KeyError('no space')" in caplog.text
+        assert equal(machine.memory, world.local, 3)
+        faults += ["byte", "byte"]
+        assert members(world.publish(4).wait()) == ["server-0"]
+        with pytest.raises(ProcessFailed, match="arrived with wrong bytes 2 times"):
+            machine.serving.result(WAIT_S)
+        assert ref(4, NAME) not in machine.memory.held.active
+
+
+def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_seat, "PART_BYTES", 400)
     world.publish(0).wait()
     machine = joined(world, tmp_path)
     world.publish(1).wait()
     world.damage.cut_at = 1000
     report = world.publish(2).wait()
     assert (members(report), report.attempts, world.damage.cut_at) == (["server-0", "server-1"], 1, None)
-    assert world.damage.ranges == ["bytes=0-", "bytes=0-", "bytes=1000-"]
+    *starts, last = world.damage.starts
+    assert (starts, 0 < last < 2000) == ([0, 0], True)
     assert equal(machine.memory, world.local, 2)
 
 
