@@ -90,6 +90,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's tokens, but not
     its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
     ``pin_version``. With ``return_columns`` our servers answer in columns; stock vLLM, of `areal-lora eval`, does not.
+    ``return_kept``: log-probabilities are those of the truncated distribution, whose ids come with each token.
     """
 
     prompt: list[int]
@@ -100,6 +101,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     logprobs: int | None = None
     return_token_ids: bool = False
     return_columns: bool = False
+    return_kept: bool = False
     seed: int | None = None
     stop: list[str] | None = None
     top_k: int = 0
@@ -173,12 +175,13 @@ class _PartReader:
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     columns = TokenColumns.joined([part.columns for part in parts])
+    whole = TokenColumns.of(columns.ids, columns.scores, columns.each_version)  # one run for a version
     top_ids = [row for part in parts for row in part.top_logprobs or ()]
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=TokenColumns.of(columns.ids, columns.scores, columns.each_version),  # one run for a version
+        columns=msgspec.structs.replace(columns, versions=whole.versions),
         logprobs=TokenLogprobs(top_ids=top_ids or None),
     )
 
@@ -263,7 +266,10 @@ class CompletionClient:
         streamed = None if arrived is None else _PartReader(arrived, pinned)
         _, choices = await self.complete(ref, request, timeout_s, streamed)
         routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
-        return [_generation(choice, pinned, routes, n_prompt) for choice in choices]
+        found = [_generation(choice, pinned, routes, n_prompt) for choice in choices]
+        if request.return_kept and not all(answer.columns.kept_counts.all() for answer in found):
+            raise GenerationFault(FaultKind.PROTOCOL, f"{ref}: tokens of a truncated distribution without its ids")
+        return found
 
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
