@@ -316,8 +316,7 @@ def pack(
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
     predicted = before >= 0
     sources, targets = before[predicted], row[: len(before)][predicted]
-    ids = (micro or batch).kept
-    kept = None if ids is None else ids.numpy()[held[predicted]]
+    kept = None if (ids := (micro or batch).kept) is None else ids.numpy()[held[predicted]]
     numbers, most = np.arange(len(sources)), len(sources)
     total = most
     if context is not None:
@@ -398,9 +397,8 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """All tensors that a loss reads; common starts, routes and kept ids are for `pack`, and stay on the host."""
-    values = {
-        f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("shared_starts", "routes", "kept")
-    }
+    host = "shared_starts", "routes", "kept"
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in host}
     return replace(
         batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}
     )

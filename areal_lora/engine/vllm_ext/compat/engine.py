@@ -15,7 +15,6 @@ from vllm import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
-from vllm.v1.engine import logprobs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.sample.sampler import Sampler
@@ -33,23 +32,6 @@ SCORE_TEMPERATURE = "areal_lora_score_temperature"
 KEPT = "areal_lora_kept"
 """Key in ``SamplingParams.extra_args``: what ``top_k``, ``top_p`` and ``min_p`` leave out has no log-probability
 (`own_logprobs`)."""
-
-
-class KeptLogprobs(FlatLogprobs):
-    """What has a log-probability of the tokens of a `KEPT` request: 8 bytes each, no ranks and no texts."""
-
-    def __init__(self) -> None:
-        super().__init__(token_ids=array("i"), logprobs=array("f"))
-
-    def append_fast(self, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any) -> None:
-        """The sampled token comes first, then all from the likeliest on."""
-        n = logprobs.index(-torch.inf) if -torch.inf in logprobs else len(logprobs)
-        self.start_indices.append(len(self.logprobs))
-        self.token_ids.extend(token_ids[:n])
-        self.logprobs.extend(logprobs[:n])
-        self.end_indices.append(len(self.logprobs))
-
-
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -71,10 +53,26 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     if current_platform.is_cpu():
         import_classes(arguments.model)
     fork_engines()
-    logprobs.create_sample_logprobs = lambda flat: KeptLogprobs() if flat else []
+    FlatLogprobs.append_fast = append_kept
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     config = arguments.create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def append_kept(
+    self: FlatLogprobs, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any
+) -> None:
+    """As a method of vLLM's flat log-probabilities, which `KEPT` requests have: 8 bytes of each id that is kept.
+
+    The sampled token comes first, then all from the likeliest on.
+    """
+    if not self.start_indices:
+        self.token_ids, self.logprobs = array("i"), array("f")
+    n = logprobs.index(-torch.inf) if -torch.inf in logprobs else len(logprobs)
+    self.start_indices.append(len(self.logprobs))
+    self.token_ids.extend(token_ids[:n])
+    self.logprobs.extend(logprobs[:n])
+    self.end_indices.append(len(self.logprobs))
 
 
 def fork_engines() -> None:
@@ -131,8 +129,8 @@ def own_logprobs(worker: Any) -> None:
     """Make a worker return log softmax(logits / temperature) for every log-probability.
 
     vLLM computes log-probabilities of sampled tokens from the raw logits, or after temperature and truncation, and
-    those of prompts from the raw logits. Those of a `KEPT` request are -inf where the token is left out. It keeps at
-    most ``top_k`` tokens: vLLM would keep all that are as likely as the last.
+    those of prompts from the raw logits. Of a `KEPT` request those of tokens that truncation removes are -inf. It keeps
+    at most ``top_k`` tokens: vLLM would keep all that are as likely as the last.
     """
     runner = worker.model_runner
     if not isinstance(runner, GPUModelRunner):

@@ -9,6 +9,7 @@ import torch
 from tests.support.lazy import Lazy
 
 engine = Lazy("areal_lora.engine.vllm_ext.compat.engine")
+logprobs = Lazy("vllm.logprobs")
 
 
 def test_of_equal_logits_no_more_than_k_are_kept() -> None:
@@ -19,9 +20,9 @@ def test_of_equal_logits_no_more_than_k_are_kept() -> None:
     assert torch.equal(found[2], logits[2])
 
 
-def test_what_is_left_out_takes_no_space() -> None:
-    made = engine.KeptLogprobs()
-    made.append_fast([7, 9, 7, 3], [-1.0, -0.5, -1.0, -math.inf], (), ())
-    made.append_fast([5, 5], [0.0, 0.0], (), ())
+def test_what_truncation_removes_takes_no_space() -> None:
+    made = logprobs.FlatLogprobs()
+    engine.append_kept(made, [7, 9, 7, 3], [-1.0, -0.5, -1.0, -math.inf], (), ())
+    engine.append_kept(made, [5, 5], [0.0, 0.0], (), ())
     assert (list(made.token_ids), made.start_indices, made.end_indices) == ([7, 9, 7, 5, 5], [0, 3], [3, 5])
     assert list(made[-1:].logprobs) == [0.0, 0.0]
