@@ -148,7 +148,8 @@ def shared_starts(rows: Sequence[np.ndarray]) -> list[int]:
     found = [0] * len(rows)
     for i, (before, row) in enumerate(pairwise(rows), 1):
         n = min(len(before), len(row))
-        differs = (before[:n] != row[:n]).reshape(n, -1).any(axis=1)
+        differs = before[:n] != row[:n]
+        differs = differs if differs.ndim == 1 else differs.any(axis=1)
         found[i] = int(differs.argmax()) if differs.any() else n
     return found
 

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from areal_lora.errors import AdapterError
 from areal_lora.families.shape import read_hf_config
 from areal_lora.processes.startup import die_with_parent
+from areal_lora.types import MOST_KEPT
 
 WHOLE = "areal_lora_whole"
 """Key in ``SamplingParams.extra_args``: the reader needs the request's tokens only when it has ended
@@ -142,13 +143,13 @@ def own_logprobs(worker: Any) -> None:
 
     def temper(logits: torch.Tensor, *args: Any) -> torch.Tensor:
         nonlocal kept, total
-        tempered: torch.Tensor = apply_temperature(logits, *args)
+        divided: torch.Tensor = apply_temperature(logits, *args)
         kept = [row for row, name in enumerate(runner.input_batch.req_ids) if _extra(runner, name).get(KEPT)]
-        total = tempered[kept].logsumexp(dim=-1, keepdim=True)  # here, because min_p works in place
-        return tempered
+        total = divided[kept].logsumexp(dim=-1, keepdim=True)  # here, because min_p works in place
+        return divided
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if k is None and p is None:
+        if k is None and p is None and not kept:
             drawn: tuple[torch.Tensor, torch.Tensor | None] = truncated(logits, generators, k, p)
             return drawn
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first, because truncation works in place
@@ -194,8 +195,8 @@ def _extra(runner: GPUModelRunner, request: str) -> dict[str, Any]:
 
 
 def keep_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """``logits`` [n, V] with the ``k`` [n] highest of each row alone, the others -inf."""
-    most = int(k.max())
+    """``logits`` [n, V] with the ``k`` [n] highest of each row alone, at most `MOST_KEPT`, the others -inf."""
+    most = min(MOST_KEPT, logits.shape[1])
     values, ids = logits.topk(most)
     values = values.masked_fill(torch.arange(most, device=k.device) >= k[:, None], -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)
