@@ -24,15 +24,15 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
+    "": 866,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
     "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4473,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys
-    "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
+    "config": 4488,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys; top_k
+    "data": 799,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10529,  # structured outputs; remote servers; recompute; entropies; routes, replay; classes imported
+    "engine": 10649,  # structured outputs; remote servers; recompute; entropies; routes; classes imported; kept ids
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
@@ -41,11 +41,11 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 377,  # stacks after a fatal signal; shared_memory, which servers use, too: from launcher
-    "rollout": 7529,  # agents, environments in workers, OpenEnv; streams, Anthropic, grammars; teachers
+    "rollout": 7530,  # agents, environments in workers, OpenEnv; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
-    "trainer": 4040,  # parts of a batch, routes and their flips; which passes join; states copied between operations
+    "trainer": 4047,  # parts of a batch, routes, flips, kept ids; which passes join; states copied between operations
     "weight_sync": 5548,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
