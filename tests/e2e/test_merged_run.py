@@ -63,8 +63,8 @@ def test_a_merged_run_survives_a_half_written_server_and_goes_on(tmp_path: Path)
     [lost] = [record for record in publishes.values() if record.lost]
     assert lost.version == 1, "the version whose writing was cut off was written whole by the next server"
     assert base_digest(TINY_MODEL) == before
-    steps = [record.metrics for record in metrics.steps]
-    assert len(steps) == STEPS + MORE
-    assert max(step["train/mismatch_fresh"] for step in steps) < 1e-4
-    assert max(step["train/audit_gap"] or 0.0 for step in steps) < 1e-4
-    assert any(step["train/audited_tokens"] for step in steps)
+    assert len(metrics.steps) == STEPS + MORE
+    for tag in ("train/mismatch_fresh", "train/audit_gap"):
+        found = [value for record in metrics.steps if (value := record.metrics.get(tag)) is not None]
+        assert found, tag
+        assert max(found) < 1e-4, tag
