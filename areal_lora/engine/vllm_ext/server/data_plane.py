@@ -38,6 +38,8 @@ from areal_lora.types import MOST_KEPT, TokenColumns
 
 Body = openai_api.CompletionBody | openai_api.ChatBody
 JSON = "application/json"
+MOST_LIKELIEST = 20
+"""Log-probabilities of likeliest tokens that come with each token: OpenAI's limit."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -102,6 +104,8 @@ class DataPlane:
             if keeps and not (body.return_columns and body.temperature > 0 and 1 <= body.top_k <= MOST_KEPT):
                 reason = f"return_kept needs return_columns, a temperature above 0 and top_k from 1 to {MOST_KEPT}"
                 raise BadRequest(reason)
+        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
+            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         only_echo = n_new == 0 and isinstance(body, openai_api.CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if keeps:
