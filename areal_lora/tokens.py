@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -39,12 +40,18 @@ class RouteShape(msgspec.Struct, frozen=True):
         return self.layers * self.per_token * int(self.dtype[-1])
 
 
+MOST_KEPT = 256
+"""Ids of a truncated distribution: more would be a kilobyte of each token."""
+
+
 class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     """T tokens as little-endian arrays, in which they travel from a server to the trainer: 8 bytes a token.
 
     ``versions`` are runs: pairs of a version and the number of tokens that it sampled. Tokens of version -1 were not
     sampled, and have the log-probability 0. ``routes`` are the experts of each token where the server returned them
-    (`RouteShape`). Raises ValueError for arrays that are not of the same T tokens.
+    (`RouteShape`). A truncated distribution sampled token t from ``n_kept[t]`` of the ids ``kept``, which follow each
+    other token after token, with ``log_mass[t]`` the log of their probability in the whole one; 0: it was not
+    truncated. Raises ValueError for arrays that are not of the same T tokens.
     """
 
     token_ids: bytes  # [T] int32
@@ -52,6 +59,9 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: bytes  # [R, 2] int32
     routes: bytes = b""  # [T, L, K] uint8 or uint16; empty: of no token
     teacher: bytes = b""  # [T] float32, its log-probabilities; empty without one
+    n_kept: bytes = b""  # [T] uint16; empty: no token is of a truncated distribution
+    kept: bytes = b""  # [sum of n_kept] int32
+    log_mass: bytes = b""  # [T] float32, as ``n_kept``
 
     def __post_init__(self) -> None:
         runs = memoryview(self.versions).cast("i").tolist() if len(self.versions) % 8 == 0 else [0, 0]
@@ -60,16 +70,36 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError(f"token ids, log-probabilities and versions are not of the same tokens: bytes {sizes}")
         if self.routes and (not len(self) or len(self.routes) % len(self)):
             raise ValueError(f"{len(self.routes)} bytes of routes are not of the same {len(self)} tokens")
+        if self.n_kept or self.kept or self.log_mass:
+            n_ids = sum(memoryview(self.n_kept).cast("H")) if len(self.n_kept) == 2 * len(self) else -1
+            if 4 * n_ids != len(self.kept) or len(self.log_mass) != len(self.token_ids):
+                raise ValueError(f"{len(self.kept)} bytes of kept ids are not of the same {len(self)} tokens")
 
     @classmethod
-    def of(cls, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, routes: bytes = b"") -> TokenColumns:
-        """Of three arrays [T], and their ``routes``."""
+    def of(
+        cls,
+        token_ids: ArrayLike,
+        logprobs: ArrayLike,
+        versions: ArrayLike,
+        routes: bytes = b"",
+        kept: Sequence[Sequence[int]] = (),
+        log_mass: ArrayLike = (),
+    ) -> TokenColumns:
+        """Of three arrays [T], their ``routes``, and the ids ``kept`` of each token with their ``log_mass`` [T]."""
         import numpy as np
 
         each = np.array(versions, "<i4")
         starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
         runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
-        return cls(np.array(token_ids, "<i4").tobytes(), np.array(logprobs, "<f4").tobytes(), runs.tobytes(), routes)
+        return cls(
+            np.array(token_ids, "<i4").tobytes(),
+            np.array(logprobs, "<f4").tobytes(),
+            runs.tobytes(),
+            routes,
+            n_kept=np.array([len(ids) for ids in kept], "<u2").tobytes(),
+            kept=np.array(list(chain.from_iterable(kept)), "<i4").tobytes(),
+            log_mass=np.array(log_mass, "<f4").tobytes(),
+        )
 
     @classmethod
     def unsampled(cls, token_ids: Sequence[int]) -> TokenColumns:
@@ -78,10 +108,13 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
-        """One after the other. Where some have routes, the tokens of the others have no route."""
+        """One after the other. Where some have routes or kept ids, the tokens of the others have none."""
         each = {name: b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__}
         if width := max([len(part.routes) // len(part) for part in parts if part.routes], default=0):
             each["routes"] = b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts])
+        if each["n_kept"]:
+            each["n_kept"] = b"".join([part.n_kept or bytes(2 * len(part)) for part in parts])
+            each["log_mass"] = b"".join([part.log_mass or bytes(4 * len(part)) for part in parts])
         return cls(**each)
 
     def routed(self, routes: bytes) -> TokenColumns:
@@ -104,6 +137,14 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def scores(self) -> np.ndarray:  # [T] float32
         return _array(self.logprobs, "<f4")
+
+    @property
+    def kept_counts(self) -> np.ndarray:  # [T] uint16
+        return _array(self.n_kept or bytes(2 * len(self)), "<u2")
+
+    @property
+    def masses(self) -> np.ndarray:  # [T] float32, ``log_mass``
+        return _array(self.log_mass or bytes(4 * len(self)), "<f4")
 
     @property
     def runs(self) -> np.ndarray:  # [R, 2] int32

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from areal_lora.tokens import MOST_KEPT as MOST_KEPT
 from areal_lora.tokens import ArrayLike as ArrayLike
 from areal_lora.tokens import RouteShape as RouteShape
 from areal_lora.tokens import TokenColumns as TokenColumns
@@ -202,7 +203,9 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float]:
-        return [*memoryview(self.columns.logprobs).cast("f")]
+        """[A], in the whole distribution, as `top_logprobs`."""
+        values: list[float] = (self.columns.scores + self.columns.masses).tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +272,8 @@ class TrainBatch:
     see `TrajectoryGroup`, NaN where there is none; ``components[i]``: the reward's C named parts. ``values[t]`` is a
     critic's value of the state before token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's
     weight in the loss. [H]: of sequences ``held``. ``routes[t]``: experts that the server chose, of L layers with
-    experts; -1: own choice.
+    experts; -1: own choice. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
+    ``log_mass``: see `TokenColumns`.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -294,6 +298,8 @@ class TrainBatch:
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
     routes: torch.Tensor | None = None  # [H, L, K] int16
+    kept: torch.Tensor | None = None  # [H, most] int32
+    log_mass: torch.Tensor | None = None  # [H] fp32
 
     @property
     def n_sequences(self) -> int:

@@ -51,7 +51,7 @@ ENGINE_ARGS: Mapping[str, str] = {
     "enable_lora": "rollout.adapter_mode", "max_lora_rank": "rollout.max_lora_rank",
     "max_loras": "rollout.max_adapters", "max_cpu_loras": "rollout.max_adapters",
     "lora_target_modules": "adapters.target_modules", "enable_return_routed_experts": "behaviour.router_replay",
-    "aux_output_config": "behaviour.router_replay",
+    "aux_output_config": "behaviour.router_replay", "max_logprobs": "adapters.sampling.top_k",
 }
 # fmt: on
 """Arguments of vLLM's engine that `rollout.engine_args` cannot have, with what decides each."""

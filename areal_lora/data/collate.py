@@ -28,7 +28,7 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
 PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines", "components")
-OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes")
+OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "kept", "log_mass")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
 """Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
@@ -68,6 +68,8 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(packed.columns[1].view(np.float32)),
         routes=_routes(packed),
+        kept=torch.from_numpy(packed.columns[-packed.most_kept :].T) if packed.most_kept else None,
+        log_mass=torch.from_numpy(packed.columns[-packed.most_kept - 1].view(np.float32)) if packed.most_kept else None,
         versions=torch.from_numpy(versions if held is None else part_of(versions, lengths.tolist(), held)),
         shared_starts=host_tensor([row.shared for row in rows], torch.int64),
         rewards=host_tensor([row.reward for row in rows], torch.float32),
@@ -77,7 +79,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         adapters=tuple(row.adapter for row in rows),
         held=None if held is None else torch.from_numpy(held),
         # Of a teacher, which every rank has of all tokens (`next_work.batch_of`).
-        ref_logprobs=torch.from_numpy(packed.columns[2].view(np.float32)) if len(packed.columns) > 2 else None,
+        ref_logprobs=torch.from_numpy(packed.columns[2].view(np.float32)) if packed.has_teacher else None,
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
         components=host_tensor(components, torch.float32) if names else None,
         component_names=tuple(names),

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from areal_lora.errors import AlignmentError
-from areal_lora.types import RouteShape, Trajectory, TrajectoryGroup
+from areal_lora.types import RouteShape, TokenColumns, Trajectory, TrajectoryGroup
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
@@ -35,8 +35,9 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     """Trajectories with R runs of versions in all (`types.TokenColumns`), and the columns of those that a rank holds.
 
     ``columns`` are token ids and log-probabilities (the bits of float32), and those of a teacher if it has scored any
-    trajectory; others, which are given, have their own there. ``routes`` are the experts of the tokens, if ``shape`` is
-    that of their routes. A message has the number of columns alone.
+    trajectory; others, which are given, have their own there. Where a truncated distribution sampled any token, the
+    last are ``log_mass`` and ``most_kept`` for the ids kept, after which -1 follows. ``routes`` are the experts of the
+    tokens, if ``shape`` is that of their routes. A message has the number of columns alone.
     """
 
     rows: list[TrajectoryRow]
@@ -44,12 +45,14 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     columns: np.ndarray  # [C, H] int32
     shape: RouteShape | None = None
     routes: np.ndarray | None = None  # [H] of ``shape.n_bytes`` bytes
+    most_kept: int = 0
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], shape: RouteShape | None = None) -> "PackedGroups":
-        """Raises AlignmentError for routes that are not of ``shape``."""
+        """Raises AlignmentError for routes that are not of ``shape``, or a token that is not among its kept ids."""
         each = [(g, group, t) for g, group in enumerate(groups) for t in group.trajectories]
         columns = [t.columns for _, _, t in each]
+        kept = _kept([t for _, _, t in each])
         rows = [
             TrajectoryRow(
                 uid=t.uid,
@@ -63,14 +66,23 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 baseline=group.baseline,
                 components=t.components,
             )
-            for (g, group, t), shared in zip(each, shared_starts([c.ids for c in columns]), strict=True)
+            for (g, group, t), shared in zip(each, shared_starts(_texts(columns, kept)), strict=True)
         ]
         parts = [[c.token_ids for c in columns], [c.logprobs for c in columns]]
         if any(c.teacher for c in columns):
             parts.append([c.teacher or c.logprobs for c in columns])
+        if kept is not None:
+            parts.append([c.masses.tobytes() for c in columns])
         flat = np.frombuffer(bytearray().join(chain(*parts)), "<i4").reshape(len(parts), -1)
+        if kept is not None:
+            flat = np.concatenate([flat, kept.T])
         routes = None if shape is None else _routes([t for _, _, t in each], shape)
-        return cls(rows, b"".join([c.versions for c in columns]), flat, shape, routes)
+        versions = b"".join([c.versions for c in columns])
+        return cls(rows, versions, flat, shape, routes, 0 if kept is None else kept.shape[1])
+
+    @property
+    def has_teacher(self) -> bool:
+        return len(self.columns) > 2 + (1 + self.most_kept if self.most_kept else 0)
 
     @property
     def runs(self) -> np.ndarray:  # [R, 2] int32
@@ -98,6 +110,34 @@ def _routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> np.ndarray
     return np.frombuffer(bytearray().join(parts), f"V{shape.n_bytes}")
 
 
+def _kept(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """[T, most] int32 of all trajectories: kept ids of each token, then -1; None without any. Raises AlignmentError."""
+    counts = [t.columns.kept_counts for t in trajectories]
+    most = max([int(each.max(initial=0)) for each in counts], default=0)
+    if not most:
+        return None
+    found = np.full((sum(map(len, counts)), most), -1, "<i4")
+    found[np.arange(most) < np.concatenate(counts)[:, None]] = np.concatenate(
+        [np.frombuffer(t.columns.kept, "<i4") for t in trajectories]
+    )
+    at = 0
+    for t, each in zip(trajectories, counts, strict=True):
+        missing = (found[at : at + len(each)] != t.columns.ids[:, None]).all(axis=1) & (each > 0)
+        at += len(each)
+        if missing.any():
+            raise AlignmentError(f"trajectory {t.uid}: {missing.sum()} tokens are not among the ids kept for them")
+    return found
+
+
+def _texts(columns: Sequence[TokenColumns], kept: np.ndarray | None) -> list[np.ndarray]:
+    """What equal tokens of two trajectories have in common: their id, and ids ``kept`` [T, most] for them."""
+    ids = [c.ids for c in columns]
+    if kept is None:
+        return ids
+    ends = list(accumulate(map(len, ids), initial=0))
+    return [np.column_stack([own, kept[a:b]]) for own, (a, b) in zip(ids, pairwise(ends), strict=True)]
+
+
 def part_of(flat: np.ndarray, lengths: Sequence[int], held: np.ndarray) -> np.ndarray:
     """A copy of ``flat`` [..., T] of the sequences ``held`` [N] alone."""
     bounds = pairwise(accumulate(lengths, initial=0))
@@ -106,11 +146,12 @@ def part_of(flat: np.ndarray, lengths: Sequence[int], held: np.ndarray) -> np.nd
 
 
 def shared_starts(rows: Sequence[np.ndarray]) -> list[int]:
-    """How many tokens each of ``rows`` has in common with the start of the one before."""
+    """How many tokens [..., T or T, n] each of ``rows`` has in common with the start of the one before."""
     found = [0] * len(rows)
     for i, (before, row) in enumerate(pairwise(rows), 1):
         n = min(len(before), len(row))
         differs = before[:n] != row[:n]
+        differs = differs if differs.ndim == 1 else differs.any(axis=1)
         found[i] = int(differs.argmax()) if differs.any() else n
     return found
 

@@ -88,6 +88,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     probability, and no end within ``min_tokens``. An answer that ends at one of ``stop`` has the stop's tokens, but not
     its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
     ``pin_version``. With ``return_columns`` our servers answer in columns; stock vLLM, of `areal-lora eval`, does not.
+    ``return_kept``: they have the ids that were kept for each token, and log-probabilities normalised over them.
     """
 
     prompt: list[int]
@@ -98,6 +99,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     logprobs: int | None = None
     return_token_ids: bool = False
     return_columns: bool = False
+    return_kept: bool = False
     seed: int | None = None
     stop: list[str] | None = None
     top_k: int = 0
@@ -171,13 +173,13 @@ class _PartReader:
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     columns = TokenColumns.joined([part.columns for part in parts])
-    top_ids = [row for part in parts for row in part.top_logprobs or ()]
+    versions = TokenColumns.of(columns.ids, columns.scores, columns.each_version).versions  # one run for a version
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=TokenColumns.of(columns.ids, columns.scores, columns.each_version),  # one run for a version
-        logprobs=TokenLogprobs(top_ids=top_ids or None),
+        columns=msgspec.structs.replace(columns, versions=versions),
+        logprobs=TokenLogprobs(top_ids=[row for part in parts for row in part.top_logprobs or ()] or None),
     )
 
 
@@ -259,10 +261,7 @@ class CompletionClient:
     async def sample(
         self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float, arrived: Arrived | None = None
     ) -> list[Generation]:
-        """``request.n`` sampled answers with per-token logprobs, also to ``arrived`` as they come.
-
-        Raises GenerationFault.
-        """
+        """``request.n`` answers with per-token logprobs, also to ``arrived`` as they come; raises GenerationFault."""
         request = msgspec.structs.replace(
             request, logprobs=request.logprobs or 0, return_token_ids=True, return_columns=True
         )
@@ -270,7 +269,10 @@ class CompletionClient:
         streamed = None if arrived is None else _PartReader(arrived, pinned)
         _, choices = await self.complete(ref, request, timeout_s, streamed)
         routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
-        return [_generation(choice, pinned, routes, n_prompt) for choice in choices]
+        answers = [_generation(choice, pinned, routes, n_prompt) for choice in choices]
+        if request.return_kept and not all(answer.columns.kept_counts.all() for answer in answers):
+            raise GenerationFault(FaultKind.PROTOCOL, f"{ref}: tokens of a truncated distribution without its ids")
+        return answers
 
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
@@ -294,16 +296,14 @@ class CompletionClient:
             detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
         versions = [served.version] * len(answer_ids)
-        return Generation(
-            columns=TokenColumns.of(answer_ids, logprobs[len(prompt_ids) : -1], versions), finish_reason="stop"
-        )
+        columns = TokenColumns.of(answer_ids, logprobs[len(prompt_ids) : -1], versions)
+        return Generation(columns=columns, finish_reason="stop")
 
     async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]:
         """Content and tool calls of each text, parsed by a server that serves ``ref``; raises GenerationFault."""
         found = await self._request(ref, "/v1/tool_calls", request, _decoded(ToolCallsAnswer), 0, timeout_s)
         if len(found.answers) != len(request.texts):
-            detail = f"{len(found.answers)} parsed texts for {len(request.texts)}"
-            raise GenerationFault(FaultKind.PROTOCOL, detail)
+            raise GenerationFault(FaultKind.PROTOCOL, f"{len(found.answers)} parsed texts for {len(request.texts)}")
         return found.answers
 
     async def _request(

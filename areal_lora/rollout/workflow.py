@@ -197,6 +197,7 @@ class WorkflowContext:
             stop=[*self.sampling.stop, *(stop or ())] or None,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
+            return_kept=self.sampling.truncates,
             min_tokens=self.sampling.min_tokens,
             logprobs=top_logprobs,
             structured_outputs=None if schema is None else StructuredOutputs(json=schema),

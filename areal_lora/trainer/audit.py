@@ -7,6 +7,9 @@ audit compares the batch as the trainer holds it::
               annotate, learn              compare; query again under version k, for the mismatch's parts
               collect: finished audits; an unfinished one is collected in step k + 1
 
+Servers score in the whole distribution. Where sampling truncates it, records are brought to the whole one for this
+(`TokenColumns.log_mass`), and parts of the mismatch are not measured: the trainer truncates, too.
+
 The training step never waits for a server: a batch whose predecessor is still compared is not audited. If a server is
 lost or has retired the version, or a comparison fails otherwise, the excerpt is not compared. The step's record counts
 such steps (`Audit.silent_steps`).
@@ -46,7 +49,7 @@ class Excerpt:
     """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
 
     ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``recorded`` [T] the
-    sampler's log-probabilities (0 elsewhere).
+    sampler's log-probabilities in the whole distribution (0 elsewhere).
     """
 
     sequence: int
@@ -91,6 +94,7 @@ class Audit:
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
     """Choose excerpts of `SEQUENCES` sequences, one per version in each; deterministic in batch and ``seed``."""
     bounds = batch.cu_seqlens.tolist()
+    whole = batch.rollout_logprobs if batch.log_mass is None else batch.rollout_logprobs + batch.log_mass
     order = random.Random(seed).sample(range(batch.n_sequences), batch.n_sequences)
     found: list[Excerpt] = []
     left = SEQUENCES
@@ -98,7 +102,7 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
         start, end = bounds[sequence], min(bounds[sequence + 1], bounds[sequence] + max_tokens)
         versions = batch.versions[start:end].tolist()
         mask = batch.loss_mask[start:end].tolist()
-        tokens, recorded = batch.token_ids[start:end].tolist(), batch.rollout_logprobs[start:end].tolist()
+        tokens, recorded = batch.token_ids[start:end].tolist(), whole[start:end].tolist()
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             ref, end = AdapterRef(name=name, version=version), at[-1] + 1
@@ -235,7 +239,7 @@ class Auditor:
             self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
             return
         excerpts = choose(batch, ref.name, ref.version, self._max_tokens)
-        self._running = self._pool.submit(self._audit, ref, excerpts, temperature)
+        self._running = self._pool.submit(self._audit, ref, excerpts, temperature, batch.kept is None)
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:
         """Return the merged audits of ``name`` that ended since its last call, or None.
@@ -270,16 +274,18 @@ class Auditor:
             )
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
-    def _audit(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
+    def _audit(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, parts: bool) -> Audit:
         started_s = time.monotonic()
         try:
-            ended = self._compared(current, excerpts, temperature, started_s + self._timeout_s)
+            ended = self._compared(current, excerpts, temperature, parts, started_s + self._timeout_s)
         except Exception as error:  # fault boundary: a comparison that fails is none, and ends no training step
             log.exception("the audit of a batch of %s", current.name)
             ended = Audit(missing=f"{type(error).__name__}: {error}")
         return replace(ended, adapter=current.name, took_s=time.monotonic() - started_s)
 
-    def _compared(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, deadline: float) -> Audit:
+    def _compared(
+        self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, parts: bool, deadline: float
+    ) -> Audit:
         for left in self._clients.keys() - set(self._servers):
             self._clients.pop(left).close()
 
@@ -299,7 +305,7 @@ class Auditor:
                     reasons.append(str(e))
             raise PublishError("; ".join(reasons) or f"no server could be queried within {self._timeout_s:g} s")
 
-        return audit(excerpts, score, self._limit, current)
+        return audit(excerpts, score, self._limit, current if parts else None)
 
     def _wait_for(self, ref: AdapterRef, left_s: float) -> None:
         with self._changed:

@@ -1,4 +1,7 @@
-"""The embedded example with merged rollouts: a server that dies while it writes a version, and a resume."""
+"""The embedded example with merged rollouts: a server that dies while it writes a version, and a resume.
+
+Sampling is truncated, which no record, score or audit may show.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ def launch(root: Path, steps: int, **env: str) -> str:
         f"run.steps={steps}",
         "eval.every_steps=0",
         "adapters.gsm8k.sampling.prompts_per_step=8",
+        "adapters.gsm8k.sampling.top_p=0.9",
+        "adapters.gsm8k.sampling.top_k=20",
         "adapters.gsm8k.task.n_eval=16",
         "weight_sync.timeout_s=75",
     )
@@ -58,3 +63,8 @@ def test_a_merged_run_survives_a_half_written_server_and_goes_on(tmp_path: Path)
     [lost] = [record for record in publishes.values() if record.lost]
     assert lost.version == 1, "the version whose writing was cut off was written whole by the next server"
     assert base_digest(TINY_MODEL) == before
+    assert len(metrics.steps) == STEPS + MORE
+    for tag in ("train/mismatch_fresh", "train/audit_gap"):
+        found = [value for record in metrics.steps if (value := record.metrics.get(tag)) is not None]
+        assert found, tag
+        assert max(found) < 1e-4, tag

@@ -24,15 +24,15 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 819,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, a teacher's
-    "algorithms": 1232,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
+    "": 866,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
+    "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4476,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys
-    "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
+    "config": 4488,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys; top_k
+    "data": 799,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10804,  # structured outputs; remote servers, a store, differences; entropies; routes
+    "engine": 10653,  # structured outputs; remote servers; recompute; entropies; routes; classes imported; kept ids
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,

@@ -17,6 +17,7 @@ def test_columns_hold_what_lists_held(_: int) -> None:
     seed = random.SystemRandom().randrange(10_000)
     print(f"seed {seed}")
     rng, parts, want, routes = random.Random(seed), [], list[tuple[int, float, int]](), b""
+    kept, masses = list[list[int]](), list[float]()
     width = rng.choice((0, 3))
     for _ in range(rng.randrange(6)):
         ids = [rng.randrange(200_000) for _ in range(rng.randrange(5))]
@@ -26,7 +27,12 @@ def test_columns_hold_what_lists_held(_: int) -> None:
         else:
             rows = [(token, float(np.float32(-rng.random())), rng.randrange(3)) for token in ids]
             parts.append(TokenColumns.of(*zip(*rows, strict=True)) if rows else TokenColumns.of([], [], []))
-        want += rows
+        sets, own = [[] for _ in rows], [0.0] * len(rows)
+        if rows and rng.random() < 0.5:
+            sets = [[rng.randrange(200_000) for _ in range(rng.randrange(4))] for _ in rows]
+            own = [float(np.float32(-rng.random())) for _ in rows]
+            parts[-1] = TokenColumns.of(*zip(*rows, strict=True), b"", sets, own)
+        want, kept, masses = want + rows, kept + sets, masses + own
         if rows and width and rng.random() < 0.7:
             parts[-1] = parts[-1].routed(rng.randbytes(width * len(rows)))
         routes += parts[-1].routes or b"\xff" * (width * len(parts[-1]))
@@ -36,8 +42,18 @@ def test_columns_hold_what_lists_held(_: int) -> None:
     for columns in (made, msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=TokenColumns)):
         assert list(zip(columns.ids.tolist(), columns.scores.tolist(), columns.each_version.tolist())) == want
         assert (len(columns), columns.routes) == (len(want), made.routes)
+        assert columns.kept_counts.tolist() == [len(ids) for ids in kept]
+        assert np.frombuffer(columns.kept, "<i4").tolist() == [token for ids in kept for token in ids]
+        assert columns.masses.tolist() == masses
         assert columns.n_sampled == sum(version >= 0 for _, _, version in want)
         assert set(columns.sampled[:, 0].tolist()) == {version for _, _, version in want if version >= 0}
+
+
+@pytest.mark.parametrize("wrong", [{"kept": bytes(4)}, {"n_kept": bytes(2)}, {"log_mass": bytes(4)}], ids=str)
+def test_kept_ids_of_other_tokens_are_refused(wrong: dict[str, bytes]) -> None:
+    made = TokenColumns.of([5, 6], [-0.1, -0.2], [0, 0], b"", [[5], [6, 7]], [-0.3, -0.4])
+    with pytest.raises(ValueError, match="bytes of kept ids are not of the same 2 tokens"):
+        msgspec.structs.replace(made, **wrong)
 
 
 def test_versions_take_no_space_per_token() -> None:

@@ -18,7 +18,7 @@ from areal_lora.families.peft_folder import PeftFolder, misfits
 from areal_lora.families.registry import kind_of, linears, target_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.targets import check_patterns
-from areal_lora.types import ExpertLayout
+from areal_lora.types import MOST_KEPT, ExpertLayout
 
 LOW_RATE = 1e-5
 """Below it LoRA hardly learns at alpha / rank <= 1: lora_B starts at 0, and Adam moves it by about the rate a step."""
@@ -298,7 +298,7 @@ def columns_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
 
 @of_each_adapter
 def sampling_is_trained(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
-    """Log-probabilities are those of the whole distribution: what restricts sampling is a bias."""
+    """Log-probabilities are normalised over the ids that sampling keeps, which servers return: `top_k` bounds them."""
     sampling = adapter.sampling
     if sampling.min_tokens > sampling.max_new_tokens:
         reason = f"{sampling.min_tokens} is more than max_new_tokens = {sampling.max_new_tokens}"
@@ -307,10 +307,19 @@ def sampling_is_trained(config: Config, facts: Facts, adapter: AdapterConfig) ->
     if sampling.difficulty == "learnability" and adapter.workflow.kind == "single_turn" and kind in ("judge", "model"):
         reason = f"reward {kind} does not state which answers are correct, so all prompts would stay equal"
         yield Finding("sampling.difficulty", reason, "leave it at uniform, or put a reward with `correct` first")
-    for key, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
+    if sampling.truncates:
+        if adapter.algorithm.teacher:
+            reason = "a served model states log-probabilities of the whole distribution, and sampling is truncated"
+            yield Finding("algorithm.reference", reason, "set sampling.top_k=0, or leave reference at base")
+        return
+    for key, off in {"top_p": 1.0, "min_p": 0.0}.items():
         if (value := getattr(sampling, key)) != off:
-            reason = f"{value:g} restricts sampling, and the trained log-probabilities do not know it"
-            yield warning(f"sampling.{key}", reason, f"leave it at {off:g}, or accept the bias (docs/en/algorithms.md)")
+            reason = f"{value:g} alone bounds no number of tokens, and each needs the ids it was sampled from"
+            yield Finding(f"sampling.{key}", reason, f"set sampling.top_k, at most {MOST_KEPT}, or leave it at {off:g}")
+    if sampling.min_tokens:
+        reason = f"{sampling.min_tokens} restricts sampling, and the trained log-probabilities do not know it"
+        fix = "leave it at 0, set sampling.top_k, or accept the bias (docs/en/algorithms.md)"
+        yield warning("sampling.min_tokens", reason, fix)
 
 
 LEAST_TEMPERATURE = 0.01

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, FiniteFloat, PositiveFloat, Tag, mode
 
 from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
-from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.types import MOST_KEPT, AdapterSpec, ExpertLayout
 
 # fmt: off
 Kind = Literal[
@@ -163,12 +163,13 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Divides the logits, on the servers and in the trainer; vLLM's minimum is 0.01."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."""
-    top_k: NonNegInt = Field(0, description="Sample from so many likeliest tokens, 0: from all; a bias like `top_p`.")
+    """Sample from the likeliest tokens with this share of the probability; needs `top_k`, see algorithms.md."""
+    top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = 0
+    """Sample from so many likeliest tokens; 0: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`."""
+    """Omit tokens with less than this share of the likeliest one's probability; needs `top_k`."""
     min_tokens: NonNegInt = 0
-    """An answer does not end before so many tokens; a bias where the model would have ended it."""
+    """An answer does not end before so many tokens; without `top_k` a bias where the model would have ended it."""
     difficulty: Literal["uniform", "learnability"] = "uniform"
     """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p)."""
     stop: list[str] = Field([])
@@ -176,6 +177,11 @@ class SamplingConfig(Section):
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
     `timeout`. A single-turn rollout is repeated after ten times as long."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether servers sample from a truncated distribution (`algorithm` rules: one of at most `top_k` tokens)."""
+        return self.top_k > 0
 
 
 CLIENT_SECTIONS: Mapping[str, Any] = {

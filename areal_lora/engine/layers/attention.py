@@ -277,6 +277,7 @@ class PackedMicroBatch:
     attention: AttentionPlan
     sources: Tensor  # [p] int64
     targets: Tensor  # [p] int64
+    kept: Tensor | None  # [p, most] int32; None: predictions are over the whole vocabulary
     index: Tensor  # int64
     predictions: int
 
@@ -295,7 +296,7 @@ def pack(
     assert micro is None or micro.held is None, "a rank lacks tokens of its part"
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
     owners = np.full(plan.n_tokens, len(adapters) - 1)
-    before = where = np.empty(0, dtype=np.int64)
+    before = where = held = np.empty(0, dtype=np.int64)
     _, layers, k = (0, 0, 0) if batch.routes is None else batch.routes.shape
     routes = np.full((plan.n_tokens, layers, k), -1, dtype=np.int16)
     segments: list[Segment] = []
@@ -315,6 +316,7 @@ def pack(
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
     predicted = before >= 0
     sources, targets = before[predicted], row[: len(before)][predicted]
+    kept = None if (ids := (micro or batch).kept) is None else ids.numpy()[held[predicted]]
     numbers, most = np.arange(len(sources)), len(sources)
     total = most
     if context is not None:
@@ -324,7 +326,7 @@ def pack(
         mine, total = of == context.rank, most * context.size
         for rank in range(context.size):
             numbers[of == rank] = rank * most + np.arange((of == rank).sum())
-        sources, targets = at[sources[mine]], targets[mine]
+        sources, targets, kept = at[sources[mine]], targets[mine], None if kept is None else kept[mine]
         own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
         row, keys, owners, routes = row[own], keys[own], owners[own], routes[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
@@ -344,6 +346,7 @@ def pack(
         attention=AttentionPlan(segments, plan.n_tokens, device, context),
         sources=upload(torch.from_numpy(sources), device),
         targets=upload(torch.from_numpy(targets), device),
+        kept=None if kept is None else upload(torch.from_numpy(kept), device),
         index=upload(torch.from_numpy(number[where]), device),
         predictions=most,
     )
@@ -393,8 +396,9 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    """All tensors that a loss reads; common starts and routes are for `pack`, and stay on the host."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("shared_starts", "routes")}
+    """All tensors that a loss reads; common starts, routes and kept ids are for `pack`, and stay on the host."""
+    host = "shared_starts", "routes", "kept"
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in host}
     return replace(
         batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}
     )

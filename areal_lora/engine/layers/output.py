@@ -89,6 +89,7 @@ class OutputSite:
                 packed.targets,
                 Readout(readout.temperature / self._scale, readout.entropy),
                 self._group,
+                packed.kept,
             )
         )
 
@@ -101,20 +102,23 @@ def predictions(
     targets: Tensor,
     readout: Readout,
     group: dist.ProcessGroup | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Log-probability of ``targets`` [p] int64, [p, 1] fp32, with entropies [p, 2]; ``hidden`` gets a gradient.
 
     Prediction k is that of row ``sources[k]`` of ``hidden`` [t, h], whose logits are products with ``weight`` [V, h]
     plus ``bias`` [V], rounded to their type. A row may have several. With a ``group`` both are this rank's part of the
-    vocabulary, and so is the gradient.
+    vocabulary, and so is the gradient. ``kept`` [p, n] are the ids of the whole vocabulary over which each prediction
+    is normalised, filled up with -1; one with -1 alone is over all. A target is among its ids.
     """
-    found: Tensor = _Predictions.apply(hidden, weight, bias, sources, targets, readout, group)
+    found: Tensor = _Predictions.apply(hidden, weight, bias, sources, targets, readout, group, kept)
     return found
 
 
 class _Predictions(torch.autograd.Function):  # type: ignore[misc]
     """With z the logits over the temperature, p = softmax(z) and H its entropy: d log p(y) / dz = onehot(y) - p, and
     d H / dz = -p (log p + H). Ranks sum exponentials after their own maximum, which are then brought to that of all.
+    Logits that are not kept are `LEFT_OUT`, and so p = 0.
     """
 
     @staticmethod
@@ -127,15 +131,17 @@ class _Predictions(torch.autograd.Function):  # type: ignore[misc]
         targets: Tensor,
         readout: Readout,
         group: dist.ProcessGroup | None,
+        kept: Tensor | None,
     ) -> Tensor:
         vocabulary = weight.shape[0]
         world = 1 if group is None else dist.get_world_size(group)
-        local = targets - (0 if group is None else dist.get_rank(group)) * vocabulary
+        first = 0 if group is None else dist.get_rank(group) * vocabulary
+        local = targets - first
         here = (local >= 0) & (local < vocabulary)
         local = local.clamp(0, vocabulary - 1)
         top = hidden.new_empty(len(sources), dtype=torch.float32)
         sums = top.new_zeros(3, len(sources))  # of exp(z), z of the target, of z exp(z), all after the maximum
-        for part, z in _chunks(hidden, weight, bias, sources, readout.temperature):
+        for part, z in _chunks(hidden, weight, bias, sources, readout.temperature, kept, first):
             top[part] = z.amax(-1)
             z -= top[part, None]
             sums[1, part] = z.gather(-1, local[part, None])[:, 0]
@@ -155,16 +161,16 @@ class _Predictions(torch.autograd.Function):  # type: ignore[misc]
         total, chosen, weighted = sums.unbind(0)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, sources, top, log_total, entropy, local, here)
-        ctx.readout = readout
+        ctx.save_for_backward(hidden, weight, bias, sources, top, log_total, entropy, local, here, kept)
+        ctx.readout, ctx.first = readout, first
         return torch.stack([chosen - log_total, *([entropy] if readout.entropy else [])], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, sources, top, log_total, entropy, local, here = ctx.saved_tensors
+        hidden, weight, bias, sources, top, log_total, entropy, local, here, kept = ctx.saved_tensors
         by_logprob = grads[0][:, :1]
         gradient = torch.zeros_like(hidden)
-        for part, z in _chunks(hidden, weight, bias, sources, ctx.readout.temperature):
+        for part, z in _chunks(hidden, weight, bias, sources, ctx.readout.temperature, kept, ctx.first):
             logp = z.sub_(top[part, None]).sub_(log_total[part, None])
             change = logp.exp()
             if ctx.readout.entropy:
@@ -175,14 +181,35 @@ class _Predictions(torch.autograd.Function):  # type: ignore[misc]
             rows = change.div_(ctx.readout.temperature).to(weight.dtype) @ weight
             gradient.index_add_(0, sources[part], rows)
             del z, logp, change
-        return gradient, *(None,) * 6
+        return gradient, *(None,) * 7
+
+
+LEFT_OUT = -1e30
+"""A logit whose exponential is 0 below any other; its sums and products are finite."""
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sources: Tensor,
+    temperature: float,
+    kept: Tensor | None,
+    first: int,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of predictions, and their logits over the temperature, fp32 [run, V], which the caller may overwrite."""
-    size = max(1, CHUNK // weight.shape[0])
-    for first in range(0, len(sources), size):
-        part = slice(first, first + size)
-        yield part, nn.functional.linear(hidden.index_select(0, sources[part]), weight, bias).float().div_(temperature)
+    """Runs of predictions, and their logits over the temperature, fp32 [run, V], which the caller may overwrite.
+
+    The logits are those of the ids from ``first`` on.
+    """
+    vocabulary = weight.shape[0]
+    size = max(1, CHUNK // vocabulary)
+    for start in range(0, len(sources), size):
+        part = slice(start, start + size)
+        z = nn.functional.linear(hidden.index_select(0, sources[part]), weight, bias).float().div_(temperature)
+        if kept is not None:
+            ids = kept[part].long() - first
+            out = (kept[part, :1] >= 0).expand(-1, vocabulary + 1).contiguous()
+            out.scatter_(1, torch.where((kept[part] >= 0) & (ids >= 0) & (ids < vocabulary), ids, vocabulary), False)
+            z.masked_fill_(out[:, :vocabulary], LEFT_OUT)
+            del out
+        yield part, z

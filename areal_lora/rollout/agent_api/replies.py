@@ -14,7 +14,7 @@ from areal_lora.types import Generation
 
 Spell: TypeAlias = Callable[[int], str]  # the text of one token
 MAX_N = 128
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and our servers'
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,7 @@ def retrieved(answer: requests.Answer | requests.Pending, request: str) -> Answe
             assert_never(answer)
 
 
-Top = Annotated[int, msgspec.Meta(ge=0, le=20)]  # vLLM's own limit
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]  # that of our servers
 SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
 EMPTY_TOP = -99999.0
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from areal_lora.algorithms.fair_queue import before
@@ -137,7 +138,7 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
     histogram = assert_staleness(packed.runs, state.version, state.adapter.run.max_staleness)
     batch = collate(packed, np.zeros(len(packed.rows), np.bool_) if others else None)
     held, of_ranks = trainer.engine.parts(batch, state.adapter.config.minibatches)
-    held |= bool(state.tuned.algorithm.shaping.kl_coef) or len(packed.columns) > 2
+    held |= bool(state.tuned.algorithm.shaping.kl_coef) or packed.has_teacher
     own = held[of_ranks[exchange.rank]] & others
     columns = np.empty((len(packed.columns), int(batch.cu_seqlens.diff().numpy() @ own)), np.int32)
     with trainer.spans[state.name].span("exchange"):
@@ -148,7 +149,7 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
             exchange.scatter(lambda part: packed.routes_of(held[part]), of_ranks, room)
             routes = room.view(f"V{packed.shape.n_bytes}")[:, 0]
     if others:
-        batch = collate(PackedGroups(packed.rows, packed.versions, columns, packed.shape, routes), own)
+        batch = collate(msgspec.structs.replace(packed, columns=columns, routes=routes), own)
     if problem := first_problem(contradiction(batch), exchange):
         raise AlignmentError(problem)
     return batch, histogram

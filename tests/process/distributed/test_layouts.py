@@ -31,6 +31,7 @@ from tests.support.distributed.engine_ranks import (
     Case,
     exercise_all,
     make_batch,
+    make_kept,
     make_routes,
     make_rows,
     value_targets,
@@ -247,10 +248,11 @@ class World:
 
     @cached_property
     def replayed(self) -> tuple[np.ndarray, Any]:
-        """Scores of the base and a step of the adapter, with the experts that `make_routes` chooses."""
+        """Scores of the base and a step of the adapter, with `make_routes`' experts, over the ids of `make_kept`."""
         oracle, batch, routes = self.oracles["moe"], make_batch(self.rows), make_routes(self.rows, LAYERS)
+        kept = make_kept(self.rows)
         with torch.no_grad():
-            base, _ = oracle.score(self.rows, None, routes=routes)
+            base, _ = oracle.score(self.rows, None, routes=routes, kept=kept)
         step = oracle.step(
             self.rows,
             self.wires["moe"],
@@ -261,6 +263,7 @@ class World:
             eps=EPS,
             max_grad_norm=OPTIMIZER.max_grad_norm,
             routes=routes,
+            kept=kept,
         )
         return base.numpy(), step
 
@@ -488,7 +491,9 @@ def test_dropout_does_not_depend_on_the_layout(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.replays])
-def test_tokens_go_to_the_experts_of_their_routes_in_every_layout(world: World, name: str) -> None:
+def test_tokens_go_to_the_experts_of_their_routes_and_are_scored_among_kept_ids_in_every_layout(
+    world: World, name: str
+) -> None:
     """Scores and gradients are those of a float64 model that computes these experts, and not those without routes."""
     base, step = world.replayed
     ranks = [rank["replayed"] for rank in world.ranks(name)]

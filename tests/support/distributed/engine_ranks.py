@@ -37,6 +37,7 @@ from tests.support.distributed.oracle import (
     RANK,
     RANK_PATTERN,
     SHARED,
+    VOCAB,
     random_head,
 )
 from tests.support.sizes import size
@@ -157,6 +158,17 @@ def make_routes(rows: list[list[int]], layers: int) -> Tensor:
         own = [draw.permutation(EXPERTS)[:2] for _ in range(layers)]
         found.append(own if draw.random() < 0.7 else [[-1, -1]] * layers)
     return torch.tensor(np.array(found, dtype=np.int16))
+
+
+def make_kept(rows: list[list[int]]) -> Tensor:
+    """[T, 9]: of each token itself and up to 8 random ids by its text so far, then -1; of some tokens -1 alone."""
+    found = np.full((sum(map(len, rows)), 9), -1, np.int32)
+    for own, text in zip(found, (row[:end] for row in rows for end in range(1, len(row) + 1)), strict=True):
+        draw = np.random.default_rng(text)
+        others = [i for i in draw.permutation(VOCAB)[: draw.integers(9)] if i != text[-1]]
+        if draw.random() < 0.7:
+            own[: 1 + len(others)] = [text[-1], *others]
+    return torch.from_numpy(found)
 
 
 def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
@@ -288,9 +300,9 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
 
 
 def replayed(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any]:
-    """Scores and gradients of a batch with routes."""
+    """Scores and gradients of a batch with routes and kept ids."""
     rows = make_rows()
-    batch = own_part(engine, replace(make_batch(rows), routes=make_routes(rows, LAYERS)))
+    batch = own_part(engine, replace(make_batch(rows), routes=make_routes(rows, LAYERS), kept=make_kept(rows)))
     engine.load_adapter("a", adapter)
     seen: dict[str, Any] = {"base": scores(engine, batch, adapter=None), "lora": scores(engine, batch, adapter="a")}
     engine.forward_backward(batch, loss_fn, need_entropy=True)

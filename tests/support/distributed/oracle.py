@@ -264,23 +264,31 @@ class Oracle:
         wire: Mapping[str, Tensor] | None,
         temperature: float = 1.0,
         routes: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Packed ([T] log-probabilities, [T] entropies), one sequence at a time, no padding, float64.
 
-        ``routes`` [T, L, K] are the experts of each token in each layer with experts.
+        ``routes`` [T, L, K] are the experts of each token in each layer with experts, ``kept`` [T, n] the ids over
+        which each is normalised, with -1 where there are fewer; -1 alone: all.
         """
         weights = self.base if wire is None else self._merged(wire)
         logprobs, entropies = [], []
-        parts = [None] * len(rows) if routes is None else routes.split([len(row) for row in rows])
-        for row, own in zip(rows, parts, strict=True):
+        lengths = [len(row) for row in rows]
+        parts, sets = ([None] * len(rows) if each is None else each.split(lengths) for each in (routes, kept))
+        for row, own, among in zip(rows, parts, sets, strict=True):
             ids = torch.tensor([row])
             for layer, gate in enumerate(self.gates if own is not None else ()):
                 gate.forward = partial(fixed_choice, gate, own[:, layer])
             logits = functional_call(self.model, weights, kwargs={"input_ids": ids, "use_cache": False}).logits[0]
-            logp = torch.log_softmax(logits / temperature, -1)[:-1]
+            left_out = torch.zeros(logits.shape, dtype=torch.bool)
+            for out, chosen in zip(left_out, among[1:] if among is not None else (), strict=False):
+                if chosen[0] >= 0:
+                    out[:] = True
+                    out[chosen[chosen >= 0]] = False
+            logp = torch.log_softmax((logits / temperature).masked_fill(left_out, -torch.inf), -1)[:-1]
             zero = logp.new_zeros(1)
             logprobs.append(torch.cat([zero, logp.gather(1, ids[0, 1:, None])[:, 0]]))
-            entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)]))
+            entropies.append(torch.cat([zero, -(logp.exp() * logp.masked_fill(left_out[:-1], 0.0)).sum(-1)]))
             for gate in self.gates:
                 vars(gate).pop("forward", None)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -322,10 +330,11 @@ class Oracle:
         eps: float,
         max_grad_norm: float,
         routes: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Truth:
         """One gradient step of ``sum(mask * (weights * logp + 0.1 * entropy)) / denominator`` by torch's own Adam."""
         leaves = {n: t.double().clone().requires_grad_() for n, t in wire.items()}
-        logprobs, entropy = self.score(rows, leaves, routes=routes)
+        logprobs, entropy = self.score(rows, leaves, routes=routes, kept=kept)
         loss = (mask * (weights.double() * logprobs + 0.1 * entropy)).sum()
         (loss / denominator).backward()
         grads = {n: t.grad.clone() for n, t in leaves.items()}

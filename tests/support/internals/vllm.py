@@ -38,6 +38,7 @@ INTERNALS: tuple[Used, ...] = (
             "enable_prefix_caching",
             "disable_log_stats",
             "logprobs_mode",
+            "max_logprobs",
             "enable_lora",
             "max_lora_rank",
             "max_loras",
@@ -103,6 +104,7 @@ INTERNALS: tuple[Used, ...] = (
             "prompt_logprobs",
             "output_kind",
             "extra_args",
+            "flat_logprobs",
             "structured_outputs",
         ),
     ),
@@ -158,7 +160,7 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.v1.sample.sampler",
         name="Sampler",
         members=("topk_topp_sampler",),
-        calls=(("compute_logprobs", ("logits",)),),
+        calls=(("compute_logprobs", ("logits",)), ("apply_temperature", ("logits", "temp", "all_random"))),
         why="as GPUModelRunner",
     ),
     Used(
@@ -169,12 +171,20 @@ INTERNALS: tuple[Used, ...] = (
         ),
         why="log-probabilities before top-p and top-k have no setting",
     ),
+    Used(
+        module="vllm.logprobs",
+        name="FlatLogprobs",
+        members=("start_indices", "end_indices", "token_ids", "logprobs"),
+        calls=(("append_fast", ("token_ids", "logprobs", "ranks", "decoded_tokens")),),
+        why="objects of all ids that truncation leaves out would take 90 bytes each",
+    ),
+    Used(module="vllm.logprobs", members=("SampleLogprobs",), why="as FlatLogprobs"),
     # Slots of adapters.
     Used(
         module="vllm.v1.worker.gpu_input_batch",
         name="InputBatch",
-        members=("lora_id_to_request_ids",),
-        why="whether a step that is scheduled still computes an adapter",
+        members=("lora_id_to_request_ids", "req_ids"),
+        why="whether a step that is scheduled still computes an adapter; which rows keep few tokens",
     ),
     Used(
         module="vllm.lora.worker_manager",

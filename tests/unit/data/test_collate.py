@@ -121,6 +121,32 @@ def test_routes_of_another_model_are_refused() -> None:
         PackedGroups.of(groups, RouteShape(layers=3, per_token=2, experts=8))
 
 
+def test_kept_ids_are_those_of_each_token_and_divide_a_common_start() -> None:
+    def one(ids: list[int], kept: list[list[int]]) -> Trajectory:
+        columns = TokenColumns.of(ids, [0.0, -0.5, -0.5, -0.5], [-1, 0, 0, 0], b"", kept, [0.0, -0.1, -0.2, -0.3])
+        return replace(GROUPS[0].trajectories[0], columns=columns)
+
+    first, second = one([1, 2, 3, 4], [[], [2], [9, 3], [4]]), one([1, 2, 3, 5], [[], [2], [8, 3], [5, 6, 7]])
+    plain = GROUPS[0].trajectories[0]
+    packed = PackedGroups.of([TrajectoryGroup(uid="0:x", trajectories=(first, second, replace(plain, sample=1)))])
+    assert (packed.most_kept, packed.has_teacher) == (3, False)
+    assert [row.shared for row in packed.rows] == [0, 2, 0], "the third token is of another distribution"
+    batch = collate(packed)
+    assert batch.kept is not None
+    assert batch.log_mass is not None
+    assert batch.kept[:8].tolist() == [
+        *([-1, -1, -1], [2, -1, -1], [9, 3, -1], [4, -1, -1]),
+        *([-1, -1, -1], [2, -1, -1], [8, 3, -1], [5, 6, 7]),
+    ]
+    assert (batch.kept[8:] == -1).all()
+    assert batch.log_mass.tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3] * 2 + [0.0] * len(plain.token_ids))
+    moved = select(batch, [1])
+    assert torch.equal(moved.kept, batch.kept[4:8])
+    lost = TrajectoryGroup(uid="0:x", trajectories=(one([1, 2, 3, 4], [[], [2], [9], [4]]),))
+    with pytest.raises(AlignmentError, match="trajectory a: 1 tokens are not among the ids kept for them"):
+        PackedGroups.of([lost])
+
+
 def test_a_sequence_that_is_moved_shares_nothing_with_the_one_that_is_before_it_then() -> None:
     batch = scoring_batch([[1, 2, 3], [1, 2, 4, 5], [1, 6], [1, 6]], "a")
     assert batch.shared_starts.tolist() == [0, 2, 1, 2]

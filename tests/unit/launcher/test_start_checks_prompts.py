@@ -46,9 +46,9 @@ def test_a_plan_refuses_a_missing_file_and_prints_warnings(
         words = [f"adapters.0.task={{kind: {kind}, train: data/missing.jsonl, eval: data/missing.jsonl}}"]
         assert main([*plan, *words]) == 64
         assert "data/missing.jsonl: no such file or folder" in capsys.readouterr().err
-    assert main([*plan, rows(tmp_path / "rows.jsonl", ["1 + 1 ="] * 40), "adapters.0.sampling.top_k=5"]) == 0
+    assert main([*plan, rows(tmp_path / "rows.jsonl", ["1 + 1 ="] * 40), "adapters.0.sampling.min_tokens=2"]) == 0
     out, err = capsys.readouterr()
     assert "32 training rows have 1 different prompt " in err
-    assert "warning: adapters.0.sampling.top_k: 5 restricts sampling" in err
+    assert "warning: adapters.0.sampling.min_tokens: 2 restricts sampling" in err
     assert "Memory, estimated, in MiB of one device" in out
     assert "memory of this machine: " in out

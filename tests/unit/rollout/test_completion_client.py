@@ -87,6 +87,20 @@ def test_request_and_answer() -> None:
     assert (first.text, first.finish_reason) == ("11", "stop")
 
 
+def test_answers_without_the_ids_that_were_requested_are_refused() -> None:
+    async def ask_kept() -> None:
+        async with FakeServer(models={str(V3)}) as server:
+            router = Router()
+            router.announce(V3, {"server-0": server.url})
+            async with CompletionClient(router, "secret") as client:
+                request = msgspec.structs.replace(wanted([5, 6], 2), top_k=5, return_kept=True)
+                await client.sample(V3, request, timeout_s=120.0)
+
+    with pytest.raises(GenerationFault, match="truncated distribution without its ids") as caught:
+        asyncio.run(ask_kept())
+    assert caught.value.kind is FaultKind.PROTOCOL
+
+
 def test_tokens_carry_the_version_that_the_server_says() -> None:
     answers = asyncio.run(ask(FakeServer(served_as=lambda _: "math@v2")))
     assert [a.columns.runs.tolist() for a in answers] == [[[2, 2]]] * 2

@@ -245,6 +245,25 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
         auditor.close()
 
 
+def test_truncated_records_are_compared_in_the_whole_distribution_without_parts_of_the_mismatch() -> None:
+    made = batch(5, "interrupt")
+    mass = torch.where(
+        made.loss_mask, -0.5 * torch.rand(made.n_tokens, generator=torch.Generator().manual_seed(1)), 0.0
+    )
+    kept = torch.full((made.n_tokens, 1), -1, dtype=torch.int32)
+    made = replace(made, rollout_logprobs=made.rollout_logprobs - mass, log_mass=mass, kept=kept)
+    with served(server(0.0)) as one:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
+        auditor.activated(REF, (one.endpoint,))
+        auditor.start(REF, made, 1.0)
+        found = auditor.collect("math", wait=True)
+        auditor.close()
+    assert found is not None
+    assert (found.error, found.missing, found.rescored) == ("", "", None)
+    assert found.gap == pytest.approx(0.0, abs=1e-6)
+    assert audit(choose(replace(made, log_mass=None), "math", 1), server(0.0), FP32[0]).error
+
+
 def test_tokens_are_scored_under_the_version_in_training_once_it_is_active() -> None:
     made = batch(5, "interrupt")
     with served(server(0.0)) as one:

@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 import stat
+from array import array
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import AsyncEngineArgs
+from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,12 +23,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from areal_lora.errors import AdapterError
 from areal_lora.families.shape import read_hf_config
 from areal_lora.processes.startup import die_with_parent
+from areal_lora.types import MOST_KEPT
 
 WHOLE = "areal_lora_whole"
 """Key in ``SamplingParams.extra_args``: the reader needs the request's tokens only when it has ended
 (`compat.cpu_scheduler`; elsewhere without effect)."""
 SCORE_TEMPERATURE = "areal_lora_score_temperature"
 """Key in ``SamplingParams.extra_args``: the temperature of the log-probabilities of a prompt (`own_logprobs`)."""
+KEPT = "areal_lora_kept"
+"""Key in ``SamplingParams.extra_args``: what ``top_k``, ``top_p`` and ``min_p`` leave out has no log-probability
+(`own_logprobs`)."""
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -48,9 +54,26 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     if current_platform.is_cpu():
         import_classes(arguments.model)
     fork_engines()
+    FlatLogprobs.append_fast = append_kept
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     config = arguments.create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def append_kept(
+    self: FlatLogprobs, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any
+) -> None:
+    """As a method of vLLM's flat log-probabilities, which `KEPT` requests have: 8 bytes of each id that is kept.
+
+    The sampled token comes first, then all from the likeliest on.
+    """
+    if not self.start_indices:
+        self.token_ids, self.logprobs = array("i"), array("f")
+    n = logprobs.index(-torch.inf) if -torch.inf in logprobs else len(logprobs)
+    self.start_indices.append(len(self.logprobs))
+    self.token_ids.extend(token_ids[:n])
+    self.logprobs.extend(logprobs[:n])
+    self.end_indices.append(len(self.logprobs))
 
 
 def fork_engines() -> None:
@@ -107,23 +130,38 @@ def own_logprobs(worker: Any) -> None:
     """Make a worker return log softmax(logits / temperature) for every log-probability.
 
     vLLM computes log-probabilities of sampled tokens from the raw logits, or after temperature and truncation, and
-    those of prompts from the raw logits. The trainer divides by the temperature and does not truncate.
+    those of prompts from the raw logits. Of a `KEPT` request those of tokens that truncation removes are -inf. It keeps
+    at most ``top_k`` tokens: vLLM would keep all that are as likely as the last.
     """
     runner = worker.model_runner
     if not isinstance(runner, GPUModelRunner):
         raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
     draw = runner.sampler.topk_topp_sampler
-    truncated = draw.forward
+    truncated, apply_temperature = draw.forward, runner.sampler.apply_temperature
+    kept, total = list[int](), torch.empty(0)
+    """Rows of `KEPT` requests, and the log of the sums of their exponentials."""
+
+    def temper(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal kept, total
+        divided: torch.Tensor = apply_temperature(logits, *args)
+        kept = [row for row, name in enumerate(runner.input_batch.req_ids) if _extra(runner, name).get(KEPT)]
+        total = divided[kept].logsumexp(dim=-1, keepdim=True)  # here, because min_p works in place
+        return divided
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if k is None and p is None:
+        if k is None and p is None and not kept:
             drawn: tuple[torch.Tensor, torch.Tensor | None] = truncated(logits, generators, k, p)
             return drawn
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first, because truncation works in place
-        sampled, _ = truncated(logits, generators, k, p)
+        if kept and k is not None:
+            logits[kept] = keep_first(logits[kept], k[kept])
+        whole = logits[kept] - total
+        sampled, cut = truncated(logits, generators, k, p)
+        if kept and cut is not None:
+            logprobs[kept] = whole.masked_fill_(cut[kept] == -torch.inf, -torch.inf)
         return sampled, logprobs
 
-    draw.forward = forward
+    runner.sampler.apply_temperature, draw.forward = temper, forward
     plain = runner._get_prompt_logprobs_dict
 
     def tempered(temperature: float, logits: torch.Tensor) -> torch.Tensor:
@@ -133,8 +171,8 @@ def own_logprobs(worker: Any) -> None:
         requested = runner.num_prompt_logprobs
         groups: dict[float, dict[str, int]] = {}
         for request, n in requested.items():
-            extra = runner.requests[request].sampling_params.extra_args or {}
-            groups.setdefault(float(extra.get(SCORE_TEMPERATURE, 1.0)), {})[request] = n
+            temperature = _extra(runner, request).get(SCORE_TEMPERATURE, 1.0)
+            groups.setdefault(float(temperature), {})[request] = n
         found: dict[str, Any] = {}
         try:
             for temperature, group in groups.items():
@@ -148,3 +186,17 @@ def own_logprobs(worker: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = scores
+
+
+def _extra(runner: GPUModelRunner, request: str) -> dict[str, Any]:
+    """``SamplingParams.extra_args`` of a request."""
+    params = runner.requests[request].sampling_params
+    return (params.extra_args if params else None) or {}
+
+
+def keep_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """``logits`` [n, V] with the ``k`` [n] highest of each row alone, at most `MOST_KEPT`, the others -inf."""
+    most = min(MOST_KEPT, logits.shape[1])
+    values, ids = logits.topk(most)
+    values = values.masked_fill(torch.arange(most, device=k.device) >= k[:, None], -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)

@@ -36,6 +36,7 @@ from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import MOST_KEPT
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
@@ -134,6 +135,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         enable_prefix_caching=not rollout.deterministic,
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",
+        max_logprobs=MOST_KEPT,
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
         **(extra | rollout.engine_args),
     )

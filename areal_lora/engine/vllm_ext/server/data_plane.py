@@ -7,8 +7,9 @@ version resident until it ends; a client that disconnects ends its request.
 """
 
 import itertools
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.compat.engine import KEPT, SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server import openai_api
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
@@ -33,10 +34,12 @@ from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, 
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
-from areal_lora.types import TokenColumns
+from areal_lora.types import MOST_KEPT, TokenColumns
 
 Body = openai_api.CompletionBody | openai_api.ChatBody
 JSON = "application/json"
+MOST_LIKELIEST = 20
+"""Log-probabilities of likeliest tokens that come with each token: OpenAI's limit."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -94,10 +97,20 @@ class DataPlane:
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
         n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        if isinstance(body, openai_api.CompletionBody) and body.return_columns and (body.logprobs is None or body.echo):
-            raise BadRequest("return_columns needs logprobs, without echo")
+        keeps = isinstance(body, openai_api.CompletionBody) and body.return_kept
+        if isinstance(body, openai_api.CompletionBody):
+            if body.return_columns and (body.logprobs is None or body.echo):
+                raise BadRequest("return_columns needs logprobs, without echo")
+            if keeps and not (body.return_columns and body.temperature > 0 and 1 <= body.top_k <= MOST_KEPT):
+                reason = f"return_kept needs return_columns, a temperature above 0 and top_k from 1 to {MOST_KEPT}"
+                raise BadRequest(reason)
+        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
+            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         only_echo = n_new == 0 and isinstance(body, openai_api.CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
+        if keeps:
+            params.logprobs = max(params.logprobs or 0, min(body.top_k, self._generator.vocab_size))
+            params.flat_logprobs, params.extra_args = True, {KEPT: True}
         if not prompts:
             raise BadRequest("the prompt is empty")
         for ids in prompts:
@@ -183,10 +196,16 @@ class DataPlane:
             if body.return_token_ids:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
+        kept, masses = list[list[int]](), list[float]()
+        if body.return_kept:
+            kept = [list(row) for row in rows]
+            masses = [_log_sum(row.values()) for row in rows]
+            values = [value - mass for value, mass in zip(values, masses, strict=True)]
+            rows = [dict(itertools.islice(row.items(), 1 + (body.logprobs or 0))) for row in rows]
         if body.return_columns:
             routes = b"" if body.pin_version or body.stream else self._routes(part, len(prompt) + len(ids))
             cut = len(routes) // (len(prompt) + len(ids)) * len(prompt)
-            choice.columns = TokenColumns.of(ids, values, part.versions, routes[cut:])
+            choice.columns = TokenColumns.of(ids, values, part.versions, routes[cut:], kept, masses)
             choice.prompt_routes = None if index % body.n else routes[:cut] or None
             choice.token_ids = choice.versions = None
         if body.logprobs is not None:
@@ -244,6 +263,12 @@ class DataPlane:
         }
         text = "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in rows.items())
         return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def _log_sum(values: Collection[float]) -> float:
+    """The log of the sum of the exponentials; at most 0 for log-probabilities."""
+    top = max(values)
+    return min(0.0, top + math.log(math.fsum(math.exp(value - top) for value in values)))
 
 
 def _check_size(body: Body, n_prompts: int, tokens: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Run prompts on the engine: sampling, scoring, cutting and counting.
 
-Log-probabilities are those that the trainer computes: log softmax(logits / temperature), before top-p and top-k
-(`compat.engine.own_logprobs`); of a greedy request, of the plain logits.
+Log-probabilities are log softmax(logits / temperature), before top-p and top-k (`compat.engine.own_logprobs`); of a
+greedy request, of the plain logits.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ prompt alone, which may be as long as the context.
 ``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
 ``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``. With ``behaviour.router_replay`` they have
 routes, and the first choice of a prompt ``prompt_routes``, unless it is a stream or its version is pinned.
+``return_kept``, with ``top_k`` from 1 to `MOST_KEPT`: columns have the ids that were kept for each token, and
+log-probabilities normalised over them. All others are before truncation; of tokens left out there are none.
 ``structured_outputs``: the text is JSON of a schema. Log-probabilities are those under
 the grammar. The whole answer comes from one version, under any in-flight policy.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
@@ -55,6 +57,7 @@ class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     logprobs: Int | None = None
     echo: bool = False
     return_columns: bool = False
+    return_kept: bool = False
     structured_outputs: StructuredOutputs | None = None
 
     @property

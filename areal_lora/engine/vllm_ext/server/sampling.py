@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs, SampleLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.engine.vllm_ext.compat.engine import WHOLE
@@ -74,8 +75,8 @@ T = TypeVar("T")
 class SampledPart:
     """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
 
-    ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested. So does
-    ``prompt_rows[t]`` for token t of the prompt.
+    ``logprobs[t]`` maps token ids to log-probabilities, first the sampled token's, then from the likeliest on; empty
+    unless requested. So does ``prompt_rows[t]`` for token t of the prompt.
     ``routes`` [P + tokens - 1 or more, all layers, K] are the experts of prompt and answer, of the engine's request.
     ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
     """
@@ -280,7 +281,7 @@ def _part(
         index=sample.index if index is None else index,
         ref=lease.ref,
         token_ids=list(sample.token_ids),
-        logprobs=[{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()],
+        logprobs=_rows(sample.logprobs),
         versions=[lease.ref.version if lease.ref else -1] * len(sample.token_ids),
         text=sample.text,
         finish_reason=sample.finish_reason,
@@ -288,6 +289,16 @@ def _part(
         prompt_rows=prompt_rows(output),
         routes=sample.routed_experts,
     )
+
+
+def _rows(found: SampleLogprobs | None) -> list[dict[int, float]]:
+    if not isinstance(found, FlatLogprobs):  # of a `KEPT` request
+        return [{token: p.logprob for token, p in row.items()} for row in found or ()]
+    ids, values = found.token_ids, found.logprobs
+    return [
+        dict(zip(ids[a:b], values[a:b], strict=True))
+        for a, b in zip(found.start_indices, found.end_indices, strict=True)
+    ]
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -385,7 +385,9 @@ BAD_REQUESTS = {
     "n": {"prompt": "a", "n": 0},
     "columns": {"prompt": "a", "return_columns": True},
     "stream two": {"prompt": ["a", "b"], "stream": True},
-    "stream refused by the engine": {"prompt": "a", "stream": True, "logprobs": 21},
+    "stream refused by the engine": {"prompt": "a", "stream": True, "structured_outputs": {"json": {"type": 5}}},
+    "likeliest tokens": {"prompt": "a", "logprobs": 21},
+    "negative likeliest tokens": {"prompt": "a", "logprobs": -1},
 }
 
 

@@ -40,7 +40,7 @@ openai = Lazy("openai")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLING = SamplingConfig(
-    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, timeout_s=240.0
+    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, top_k=40, timeout_s=240.0
 )
 QUESTION = "Ann has 3 apples and buys 4. How many?"
 TOLERANCE = 1e-4  # fp32
@@ -88,7 +88,9 @@ def assert_sampled_by(server: RunningServer, episode: Episode, adapters: Mapping
                 assert (made.loss_mask[t], made.rollout_logprobs[t]) == (0, 0.0)
             else:
                 assert made.loss_mask[t] == 1
-                assert made.rollout_logprobs[t] == pytest.approx(scored[version][t], abs=TOLERANCE), (made.uid, t)
+                whole = made.rollout_logprobs[t] + made.columns.masses[t]
+                assert whole == pytest.approx(scored[version][t], abs=TOLERANCE), (made.uid, t)
+                assert made.columns.masses[t] < 0
 
 
 def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:

@@ -12,6 +12,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.adapter_rules import UNGROUPED
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.sections.adapter import AdvantageName, Kind
+from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -35,6 +36,21 @@ def test_every_preset_passes(kind: str) -> None:
     keys = [f"algorithm.kind={kind}", *(f"algorithm.{key}" for key in TEACHER if kind == "distill")]
     assert found(*keys) == {}
     assert found(*keys, "algorithm.kl_coef=0.1", "minibatches=4") == {}
+
+
+@pytest.mark.parametrize("key", ["top_p=0.9", "min_p=0.05"])
+def test_a_truncated_distribution_has_a_bounded_number_of_ids(key: str) -> None:
+    name = key.partition("=")[0]
+    assert "set sampling.top_k, at most 256" in found(f"sampling.{key}")[f"sampling.{name}"]
+    assert found(f"sampling.{key}", "sampling.top_k=256", "sampling.min_tokens=2") == {}
+    assert "restricts sampling" in found("sampling.min_tokens=2")["sampling.min_tokens"]
+    with pytest.raises(ConfigError, match=r"sampling\.top_k.*256"):
+        load("sampling.top_k=257")
+
+
+def test_a_teacher_knows_no_truncation() -> None:
+    keys = ["algorithm.kind=distill", *(f"algorithm.{key}" for key in TEACHER)]
+    assert "whole distribution" in found(*keys, "sampling.top_k=5")["algorithm.reference"]
 
 
 def test_a_teacher_scores_at_temperature_1() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
+from areal_lora.engine.layers.context import ContextGroup
 from tests.support.distributed.engine_ranks import make_batch
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34], [31, 32, 43]]
@@ -101,6 +102,21 @@ def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
         t for p in passes if p for t in (p.runs.cu_q, p.runs.cu_k, p.queries, p.keys) if isinstance(t, torch.Tensor)
     ]
     assert {t.device.type for t in tensors} == {"meta"}
+
+
+def test_kept_ids_lie_with_the_predictions_of_their_tokens() -> None:
+    batch = make_batch(ROWS)
+    kept = batch.token_ids[:, None] + torch.tensor([[0, 100]], dtype=torch.int32)
+    for rank, want in ((None, [32, 33, 34, 43]), (0, [32, 33, 43]), (1, [34])):
+        context = None if rank is None else ContextGroup(rank=rank, size=2)
+        packed = pack(replace(batch, kept=kept), PLAN, 0, CPU, context)
+        assert packed.kept is not None
+        assert packed.targets.tolist() == want
+        assert packed.kept.tolist() == [[target, target + 100] for target in want]
+    assert packed_on().kept is None
+    padding = pack(replace(batch, kept=kept), EMPTY, 1, CPU).kept
+    assert padding is not None
+    assert padding.shape == (0, 2)
 
 
 def test_routes_lie_with_their_tokens() -> None:

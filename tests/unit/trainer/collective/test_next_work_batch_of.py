@@ -38,14 +38,19 @@ def trajectory(random: Random, group: int, sample: int, prompt: list[int]) -> Tr
     lengths = [random.randint(1, 30) for _ in range(3)]
     marks = [4] * lengths[0] + [-1] * lengths[1] + [5] * lengths[2]
     versions = [-1] * len(prompt) + marks
+    ids = prompt + [random.randrange(2) for _ in marks]
+    truncated = [version >= 0 and group % 3 == 0 for version in versions]
     return Trajectory(
         uid=f"{group}:{sample}",
         sample=sample,
         adapter=AdapterRef(name="a", version=VERSION),
         columns=TokenColumns.of(
-            prompt + [random.randrange(2) for _ in marks],
+            ids,
             [-random.random() if version >= 0 else 0.0 for version in versions],
             versions,
+            b"",
+            [[7] * random.randrange(3) + [token] if cut else [] for token, cut in zip(ids, truncated, strict=True)],
+            [-random.random() if cut else 0.0 for cut in truncated],
         ),
         reward=random.random(),
     )
@@ -147,7 +152,10 @@ def test_every_pass_of_a_rank_has_the_tokens_that_it_has_with_the_whole_batch(
             assert batch.held is not None
             held[dp_rank] = batch.held
             assert batch.token_ids.numel() == int(batch.cu_seqlens.diff()[batch.held].sum())
-            assert torch.equal(batch.routes, whole.routes[batch.held.repeat_interleave(batch.cu_seqlens.diff())])
+            mine = batch.held.repeat_interleave(batch.cu_seqlens.diff())
+            assert torch.equal(batch.routes, whole.routes[mine])
+            assert torch.equal(batch.kept, whole.kept[mine])
+            assert torch.equal(batch.log_mass, whole.log_mass[mine])
     assert equal(found[0][0], whole), "rank 0 has all"
     if minibatches == 1 and layout.dp == 4:
         assert (held[1:].sum(0) <= 1).all(), "a sequence is on one rank"
