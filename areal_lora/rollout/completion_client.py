@@ -231,10 +231,7 @@ class CompletionClient:
         return client
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
-        """The newest version of ``ref``'s adapter that a server holds, or that of the conversation.
-
-        ``ref`` if requests are pinned.
-        """
+        """The newest version that a server holds, or that of the conversation; ``ref`` if requests are pinned."""
         return ref if self.pins else self.router.newest(ref, self.home)
 
     async def complete(
@@ -245,15 +242,13 @@ class CompletionClient:
         read = _decoded(Completion) if streamed is None else streamed.read
         try:
             completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
-        except GenerationFault as fault:
-            # The version of a conversation left its server before the router knew.
+        except GenerationFault as fault:  # a conversation's version may have left before the router knew
             if fault.kind is not FaultKind.RETIRED or self.home is None or (other := self.newest(ref)) == ref:
                 raise
             return await self.complete(other, request, timeout_s, streamed)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(request.n)):
-            detail = f"{completion.model}: {len(choices)} answers for {request.n} requested"
-            raise GenerationFault(FaultKind.PROTOCOL, detail)
+            raise GenerationFault(FaultKind.PROTOCOL, f"{completion.model}: {len(choices)} answers for {request.n}")
         if any(choice.finish_reason not in ("stop", "length") for choice in choices):
             raise GenerationFault(FaultKind.ABORTED, f"{completion.model}: generation was cut off")
         return _served_ref(completion, ref, exactly=self.pins), choices
@@ -293,8 +288,9 @@ class CompletionClient:
         served, (choice,) = await self.complete(ref, request, timeout_s)
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         if len(logprobs) != len(token_ids) + 1:
-            detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
-            raise GenerationFault(FaultKind.PROTOCOL, detail)
+            raise GenerationFault(
+                FaultKind.PROTOCOL, f"{len(logprobs)} log-probabilities for {len(token_ids) + 1} tokens"
+            )
         versions = [served.version] * len(answer_ids)
         columns = TokenColumns.of(answer_ids, logprobs[len(prompt_ids) : -1], versions)
         return Generation(columns=columns, finish_reason="stop")

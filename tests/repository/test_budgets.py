@@ -24,29 +24,29 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 866,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
-    "algorithms": 1236,  # objectives and masks of 2026: SAPO, DPPO, MaxRL; distillation; the mismatch by cause
+    "": 869,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
+    "algorithms": 1415,  # objectives and masks of 2026; distillation; mismatch by cause; own loss and advantage
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2329,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4488,  # remote; groups of a job; cp, profile; environments; routes; served models; replaced keys; top_k
-    "data": 799,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
-    "distributed": 383,  # scatter
+    "cli": 2330,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "config": 4543,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys; GDPO
+    "data": 810,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
+    "distributed": 379,  # scatter
     "doctor": 1021,
-    "engine": 10653,  # structured outputs; remote servers; recompute; entropies; routes; classes imported; kept ids
-    "families": 1435,  # FLOPs of passes; sizes of routes
-    "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
-    "library": 464,
+    "engine": 10984,  # structured outputs; remote servers, a store, differences; routes; kept ids; virtual stages
+    "families": 1429,  # FLOPs of passes; sizes of routes
+    "launcher": 4669,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "library": 472,  # loss, advantage
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
     "obs": 4654,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
-    "processes": 405,  # stacks after a fatal signal; shared_memory, from launcher; rare full collections
-    "rollout": 8009,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
+    "processes": 463,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
+    "rollout": 8032,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; kept versions
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
-    "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
-    "tasks": 3242,  # the time of scoring; reward models
-    "trainer": 4040,  # parts of a batch, routes and their flips; which passes join; states copied between operations
-    "weight_sync": 5551,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
+    "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "tasks": 3180,  # the time of scoring; reward models
+    "trainer": 4046,  # parts of a batch, routes, flips, kept ids; which passes join; states copied between operations
+    "weight_sync": 5535,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -7,6 +7,7 @@ this folder that yields findings.
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules import adapter_rules as adapters
+from areal_lora.config.rules import algorithm_rules as algorithms
 from areal_lora.config.rules import layout_rules as layout
 from areal_lora.config.rules import memory_rules as memory
 from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
@@ -16,7 +17,7 @@ from areal_lora.errors import ConfigError
 RULES: tuple[Rule, ...] = (
     layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve, adapters.adapter_list,
     adapters.a_service_has_room, memory.service_fits, adapters.targets_exist, adapters.ranks_fit,
-    adapters.rates_suit_lora, adapters.init_from, adapters.user_code, adapters.algorithm, adapters.group_size,
+    adapters.rates_suit_lora, adapters.init_from, adapters.user_code, algorithms.algorithm, algorithms.group_size,
     adapters.router_replay, adapters.moe_dispatcher, adapters.batches, adapters.chat_template, adapters.columns_exist,
     adapters.sampling_is_trained, adapters.eval_sets, layout.answers_fit, layout.lengths, layout.engine_fits,
     layout.trainer_layout, layout.rollout_layout, layout.components_agree, layout.own_directives,

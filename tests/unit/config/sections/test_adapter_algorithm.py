@@ -12,7 +12,7 @@ import torch
 from areal_lora.algorithms.advantages import ADVANTAGES, Samples
 from areal_lora.algorithms.losses import LOSSES
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.adapter_rules import UNGROUPED
+from areal_lora.config.rules.algorithm_rules import UNGROUPED
 from areal_lora.config.sections.adapter import PRESETS, AlgorithmConfig, Kind
 from areal_lora.launch import main
 from tests.support.paths import EXAMPLES, ROOT

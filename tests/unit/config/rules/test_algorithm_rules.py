@@ -9,7 +9,7 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.rules.adapter_rules import UNGROUPED
+from areal_lora.config.rules.algorithm_rules import UNGROUPED
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.sections.adapter import AdvantageName, Kind
 from areal_lora.errors import ConfigError
