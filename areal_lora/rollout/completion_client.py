@@ -209,9 +209,8 @@ class CompletionClient:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "CompletionClient":
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=client_context(self._secret, Plane.DATA)
-        )
+        context = client_context(self._secret, Plane.DATA)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=context)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self
 
@@ -288,9 +287,8 @@ class CompletionClient:
         served, (choice,) = await self.complete(ref, request, timeout_s)
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         if len(logprobs) != len(token_ids) + 1:
-            raise GenerationFault(
-                FaultKind.PROTOCOL, f"{len(logprobs)} log-probabilities for {len(token_ids) + 1} tokens"
-            )
+            detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
         versions = [served.version] * len(answer_ids)
         columns = TokenColumns.of(answer_ids, logprobs[len(prompt_ids) : -1], versions)
         return Generation(columns=columns, finish_reason="stop")
