@@ -32,7 +32,7 @@ LINES = {
     "data": 756,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; a teacher's column
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10804,  # structured outputs; remote servers, a store, differences; entropies; routes
+    "engine": 10808,  # structured outputs; remote servers, a store, differences; entropies; routes
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
