@@ -24,19 +24,20 @@ from areal_lora.weight_sync.link.relays import MOST, REQUEST_S, RelayGroup, form
 from tests.support.weight_sync import processes as ps
 
 BUSY_LIMIT = 0.15
-FORMATIONS = 20
+WARM, FORMATIONS = 5, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
     """Milliseconds of forming all ``groups`` again, of each publish until its last acknowledgement, and of its probe;
-    CPU milliseconds of all servers for a formation, and for a publish with its probe."""
+    CPU milliseconds of all servers and of rank 0 for a formation, of all servers for a publish with its probe."""
 
     groups: Sequence[RelayGroup]
     forms: Sequence[float]
     publishes: Sequence[float]
     probes: Sequence[float]
     form_cpu: float
+    rank_0_cpu: float
     publish_cpu: float
 
 
@@ -44,24 +45,30 @@ def measured(servers: int, publishes: int, most: int) -> Times:
     """Of so many ``servers`` in groups of at most ``most``."""
     tree = ps.Tree(range(servers), most=most)
     try:
-        tree.end(tree.begin())
+        for _ in range(WARM):
+            tree.end(tree.begin())
         children = [psutil.Process(server.process.pid) for server in tree.servers.values()]
         at_s = [_cpu_s(children)]
+        own_s = [_cpu_s([psutil.Process()])]
         phases = [tree.begin().wait().phases for _ in range(publishes)]
         at_s.append(_cpu_s(children))
+        own_s.append(_cpu_s([psutil.Process()]))
         for _ in range(FORMATIONS):
             tree.leader._formed.clear()
             tree.begin().wait()
         at_s.append(_cpu_s(children))
+        own_s.append(_cpu_s([psutil.Process()]))
     finally:
         tree.close()
     publish_cpu, both_cpu = 1e3 * (at_s[1] - at_s[0]) / publishes, 1e3 * (at_s[2] - at_s[1]) / FORMATIONS
+    rank_0_cpu = 1e3 * ((own_s[2] - own_s[1]) / FORMATIONS - (own_s[1] - own_s[0]) / publishes)
     return Times(
         groups=tree.leader._tree,
         forms=[1e3 * seconds for seconds in tree.formed_s[1:]],
         publishes=[each["ack"] for each in phases],
         probes=[each["probe"] for each in phases],
         form_cpu=both_cpu - publish_cpu,
+        rank_0_cpu=rank_0_cpu,
         publish_cpu=publish_cpu,
     )
 
@@ -94,6 +101,7 @@ def main() -> None:
         both = [sum(pair) for pair in zip(times.publishes, times.probes, strict=True)]
         for figure, found, simulated_s in (
             ("form all groups", times.forms, formed_s),
+            ("form, CPU of rank 0", [times.rank_0_cpu], form_s(times.groups, costs.sources)),
             ("publish", times.publishes, publish_s),
             ("probe", times.probes, probe_s),
             ("form, on shared cores", times.forms, formed_s + others * alone.form_cpu),

@@ -23,6 +23,7 @@ import pyarrow as pa
 from fsspec.core import url_to_fs
 
 from areal_lora.errors import ConfigError, PublishError
+from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import SEAL_BYTES
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
@@ -36,6 +37,8 @@ READ_BYTES = 64 << 20
 STORED = 2
 """Versions of an adapter that remain: a late server may still fetch the one before the newest."""
 RETRY_S = 0.5
+
+log = get_logger(__name__)
 
 
 def frame(part: np.ndarray, base: np.ndarray | None, item_bytes: int) -> bytes:
@@ -140,9 +143,13 @@ class ShardStore:
         await self._remove([*self._uploads])
 
     async def _remove(self, keys: Iterable[tuple[AdapterRef, str]]) -> None:
+        """Without errors: what cannot be removed remains."""
         for key in keys:
-            del self._uploads[key]
-            await self._call("rm_file", key[1])
+            if self._uploads.pop(key, None) is not None:  # else another server's transfer removes it
+                try:
+                    await self._call("rm_file", key[1])
+                except PublishError as error:
+                    log.warning("%s", error)
 
     async def _call(self, method: str, name: str, *arguments: Any, **how: Any) -> Any:
         call = asyncio.to_thread(getattr(self._files, method), f"{self._root}/{name}", *arguments, **how)

@@ -41,6 +41,24 @@ def test_a_shard_is_stored_once_and_read_from_any_byte_on(
     asyncio.run(check())
 
 
+def test_several_servers_at_once_and_missing_files_disturb_no_version(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = ShardStore(tmp_path.as_uri())
+
+        async def received(version: int) -> None:
+            for source in range(3):
+                await store.put("run", AdapterRef(name="math", version=version), source, SHARD)
+
+        for version in range(6):
+            await asyncio.gather(*(received(version) for _ in range(4)))
+            next(tmp_path.glob(f"*v{version}-1-*")).unlink()
+        assert sorted(file.name.split("-")[1] for file in tmp_path.iterdir()) == ["math@v4"] * 2 + ["math@v5"] * 2
+        await store.clear()
+        assert not [*tmp_path.iterdir()]
+
+    asyncio.run(check())
+
+
 def test_a_version_that_is_trained_again_replaces_newer_ones(tmp_path: Path) -> None:
     """After a resume: it is one of the last versions, whatever its number, and its bytes have another name."""
 
