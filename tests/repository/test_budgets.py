@@ -32,7 +32,7 @@ LINES = {
     "data": 799,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
     "distributed": 383,  # scatter
     "doctor": 1021,
-    "engine": 10653,  # structured outputs; remote servers; recompute; entropies; routes; classes imported; kept ids
+    "engine": 10655,  # structured outputs; remote servers; recompute; entropies; routes; classes imported; kept ids
     "families": 1435,  # FLOPs of passes; sizes of routes
     "launcher": 4677,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 464,
