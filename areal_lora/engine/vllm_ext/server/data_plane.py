@@ -104,8 +104,6 @@ class DataPlane:
             if keeps and not (body.return_columns and body.temperature > 0 and 1 <= body.top_k <= MOST_KEPT):
                 reason = f"return_kept needs return_columns, a temperature above 0 and top_k from 1 to {MOST_KEPT}"
                 raise BadRequest(reason)
-        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
-            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         only_echo = n_new == 0 and isinstance(body, openai_api.CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if keeps:
@@ -116,6 +114,8 @@ class DataPlane:
         for ids in prompts:
             self._generator.check_prompt(ids, n_new)
         _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
+        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
+            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         if body.stream:
             return await unless_disconnected(request, self._stream(body, prompts, params))
         return await unless_disconnected(request, self._complete(body, prompts, params, only_echo))
