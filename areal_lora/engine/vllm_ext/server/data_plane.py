@@ -7,13 +7,13 @@ version resident until it ends; a client that disconnects ends its request.
 """
 
 import itertools
-import math
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -104,8 +104,6 @@ class DataPlane:
             if keeps and not (body.return_columns and body.temperature > 0 and 1 <= body.top_k <= MOST_KEPT):
                 reason = f"return_kept needs return_columns, a temperature above 0 and top_k from 1 to {MOST_KEPT}"
                 raise BadRequest(reason)
-        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
-            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         only_echo = n_new == 0 and isinstance(body, openai_api.CompletionBody) and body.echo
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if keeps:
@@ -116,6 +114,8 @@ class DataPlane:
         for ids in prompts:
             self._generator.check_prompt(ids, n_new)
         _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
+        if not 0 <= (body.wants_logprobs or 0) <= MOST_LIKELIEST:
+            raise BadRequest(f"{body.wants_logprobs} log-probabilities of a token; 0 to {MOST_LIKELIEST}")
         if body.stream:
             return await unless_disconnected(request, self._stream(body, prompts, params))
         return await unless_disconnected(request, self._complete(body, prompts, params, only_echo))
@@ -199,7 +199,7 @@ class DataPlane:
         kept, masses = list[list[int]](), list[float]()
         if body.return_kept:
             kept = [list(row) for row in rows]
-            masses = [_log_sum(row.values()) for row in rows]
+            masses = _log_masses(rows)
             values = [value - mass for value, mass in zip(values, masses, strict=True)]
             rows = [dict(itertools.islice(row.items(), 1 + (body.logprobs or 0))) for row in rows]
         if body.return_columns:
@@ -265,10 +265,12 @@ class DataPlane:
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-def _log_sum(values: Collection[float]) -> float:
-    """The log of the sum of the exponentials; at most 0 for log-probabilities."""
-    top = max(values)
-    return min(0.0, top + math.log(math.fsum(math.exp(value - top) for value in values)))
+def _log_masses(rows: Sequence[dict[int, float]]) -> list[float]:
+    """[T]: the log of the sum of the probabilities of each of ``rows``."""
+    sizes = np.array([len(row) for row in rows], np.int64)
+    flat = np.fromiter(itertools.chain.from_iterable(row.values() for row in rows), np.float64)
+    sums: list[float] = np.logaddexp.reduceat(flat, sizes.cumsum() - sizes).tolist() if rows else []
+    return sums
 
 
 def _check_size(body: Body, n_prompts: int, tokens: int = 0) -> None:
