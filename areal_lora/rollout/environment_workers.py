@@ -229,6 +229,8 @@ class _Worker:
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
             )
         if started.error:
+            _kill_group(process)
+            await process.wait()
             raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
 
     def _send(self, process: Process, message: WorkflowSetup | Play | CallReply) -> None:
