@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 405,  # stacks after a fatal signal; shared_memory, from launcher; rare full collections
-    "rollout": 8011,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
+    "rollout": 8023,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; teachers
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5570,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3242,  # the time of scoring; reward models
