@@ -4,9 +4,9 @@
 hold SESSIONS conversations over HTTP, each with TOKENS tokens from its first turn on. A stand-in engine in another
 process answers each request after DELAY seconds. For SECONDS after the first turn of all:
 
-- iterations of the event loop in CPU time of its thread, which neighbours on the machine do not lengthen; the
-  percentiles are over time: those that an event sees which comes at any moment
-- delay of a timer by the clock, with the neighbours
+- callbacks of the event loop in CPU time of its thread, which neighbours on the machine do not lengthen
+- iterations of the loop, of the callbacks that are due at once: more with neighbours
+- delay of a timer by the clock
 - CPU time and resident memory of the controller, by minute
 """
 
@@ -65,11 +65,19 @@ async def engine(delay_s: float) -> None:
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """Keeps the CPU seconds of each iteration."""
+    """Keeps the CPU seconds of each iteration and of each callback."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.iterations = list[float]()
+        self.iterations, self.callbacks = list[float](), list[float]()
+        call: Any = asyncio.Handle._run  # type: ignore[attr-defined]
+
+        def timed(handle: asyncio.Handle) -> None:
+            start = time.thread_time()
+            call(handle)
+            self.callbacks.append(time.thread_time() - start)
+
+        asyncio.Handle._run = timed  # type: ignore[attr-defined]
 
     def _run_once(self) -> None:
         start = time.thread_time()
@@ -77,11 +85,13 @@ class TimedLoop(asyncio.SelectorEventLoop):
         self.iterations.append(time.thread_time() - start)
 
 
-def percentiles(values: list[float], *, over_time: bool) -> str:
-    ordered = np.sort(np.array(values)) * 1e3
-    weights = np.cumsum(ordered) if over_time else np.arange(1, len(ordered) + 1)
-    p50, p99 = (float(ordered[np.searchsorted(weights, share * weights[-1])]) for share in (0.5, 0.99))
-    return f"p50 {p50:.1f}, p99 {p99:.1f}, max {ordered[-1]:.1f} ms"
+def percentiles(values: list[float], *, over_s: float | None = None) -> str:
+    """Of the values; with ``over_s`` of what an event meets that comes at any moment of so many seconds."""
+    ordered = np.sort(np.array(values))
+    longer = np.cumsum(ordered[::-1])[::-1] / over_s if over_s else np.arange(len(ordered), 0, -1) / len(ordered)
+    p50, p99 = (float(ordered[longer <= 1 - share].min(initial=ordered[-1])) for share in (0.5, 0.99))
+    shown = (0.0 if over_s and longer[0] < 0.5 else p50, p99, float(ordered[-1]))
+    return "p50 {:.1f}, p99 {:.1f}, max {:.1f} ms".format(*(1e3 * value for value in shown))
 
 
 async def delays(seen: list[float]) -> None:
@@ -149,6 +159,7 @@ async def controller(url: str, sessions: int, seconds: int, loop: TimedLoop) -> 
             await asyncio.sleep(1.0)
         print(f"{sessions} conversations, {resident_mb():.0f} MB after their first turn", flush=True)
         loop.iterations.clear()
+        loop.callbacks.clear()
         late = list[float]()
         running.append(tasks.create_task(delays(late)))  # type: ignore[arg-type]
         begun, cpu_s, first = time.monotonic(), time.process_time(), n_turns
@@ -160,8 +171,9 @@ async def controller(url: str, sessions: int, seconds: int, loop: TimedLoop) -> 
                 f"{resident_mb():.0f} MB",
                 flush=True,
             )
-        print("iterations of the loop, CPU:", percentiles(loop.iterations, over_time=True))
-        print("delay of a timer, clock:", percentiles(late, over_time=False), flush=True)
+        print("callbacks of the loop, CPU:", percentiles(loop.callbacks))
+        print("iterations of the loop, CPU, over time:", percentiles(loop.iterations, over_s=passed))
+        print("delay of a timer, clock:", percentiles(late), flush=True)
         for task in running:
             task.cancel()
 

@@ -38,7 +38,7 @@ from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
 CANCEL_S = 10.0
-LARGEST_BYTES = 16 << 20
+LARGEST_BYTES = 1 << 30  # routes of the long answers of a custom workflow
 
 
 class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +229,8 @@ class _Worker:
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
             )
         if started.error:
+            _kill_group(process)
+            await process.wait()
             raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
 
     def _send(self, process: Process, message: WorkflowSetup | Play | CallReply) -> None:

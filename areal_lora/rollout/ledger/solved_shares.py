@@ -12,8 +12,11 @@ needs no record, and what was issued has its row. The counts are in the ledger f
 from hashlib import blake2b
 
 from areal_lora.data.prompts import PromptStream
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.types import TrajectoryGroup
+
+log = get_logger(__name__)
 
 TABLE = """CREATE TABLE IF NOT EXISTS solved (
     adapter TEXT NOT NULL, sample INTEGER NOT NULL, correct INTEGER NOT NULL, n INTEGER NOT NULL,
@@ -27,6 +30,7 @@ class SolvedShares:
 
     def __init__(self, file: LedgerFile, adapter: str, prompts: PromptStream, seed: int) -> None:
         self._file, self._adapter, self._prompts, self._seed = file, adapter, prompts, seed
+        self._warned = False
         file.execute(TABLE)
         rows = file.execute("SELECT sample, correct, n FROM solved WHERE adapter = ?", (adapter,))
         self.counts: Counts = {sample: (correct, n) for sample, correct, n in rows}
@@ -43,6 +47,14 @@ class SolvedShares:
         stated = {t.sample: t.correct for t in group.trajectories if t.correct is not None and not t.given}
         if stated:
             self._write({self._prompts.index(position): (sum(stated.values()), len(stated))})
+        elif not self._warned and not any(t.given for t in group.trajectories):
+            self._warned = True
+            log.warning(
+                "%s: sampling.difficulty has no effect on prompts such as %s: no answer states whether it is correct "
+                "(fix: let the reward or the workflow return `correct`)",
+                self._adapter,
+                group.uid,
+            )
 
     def restore(self, counts: Counts) -> None:
         """Those of a snapshot, in place of all."""

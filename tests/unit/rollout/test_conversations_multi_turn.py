@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,7 +123,7 @@ def test_every_trajectory_has_an_environment_of_its_own_with_the_arguments() -> 
 
 
 def test_each_turn_asks_for_the_newest_version() -> None:
-    models = {str(V1)}
+    models, both = {str(V1)}, threading.Barrier(2)  # the version is published when both have their first answer
     fake = FakeServer(models=models, answer=answer)
 
     async def main() -> Episode:
@@ -131,6 +132,7 @@ def test_each_turn_asks_for_the_newest_version() -> None:
             @dataclass
             class Publishing(Scripted):
                 def step(self, text: str) -> Reply:
+                    both.wait(120.0)
                     models.add(str(V2))
                     context.client.router.announce(V2, {"server-0": fake.url})
                     return super().step(text)

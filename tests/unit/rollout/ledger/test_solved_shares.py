@@ -44,14 +44,19 @@ def test_a_prompt_is_drawn_as_often_as_its_weight_says() -> None:
         assert off <= 5 * math.sqrt(epochs * weight * (1 - weight)), f"seed {seed}: {c} of {n}, {drawn[i]} times"
 
 
-def test_the_last_groups_counts_are_kept_where_it_states_what_is_correct() -> None:
+def test_the_last_groups_counts_are_kept_where_it_states_what_is_correct(caplog: pytest.LogCaptureFixture) -> None:
     file, prompts = LedgerFile(":memory:", "r"), stream(N)
     shares = SolvedShares(file, NAME, prompts, 0)
     group = episode(prompts.at(7), 0, 3).group
     a, b, c = group.trajectories
     stated = replace(group, trajectories=(replace(a, correct=True), replace(b, correct=False), c))
     shares.put(7, stated)
-    shares.put(7, group)
+    assert caplog.messages == []
+    for _ in range(2):
+        shares.put(7, group)
+    assert [message.partition(": no answer")[0] for message in caplog.messages] == [
+        f"{NAME}: sampling.difficulty has no effect on prompts such as {group.uid}"
+    ]
     given = replace(group, trajectories=(replace(a, correct=True, given=True),))
     shares.put(7, given)
     assert shares.counts == {prompts.index(7): (1, 2)}
