@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3238,  # the time of scoring; reward models
-    "trainer": 4036,  # parts of a batch, routes and their flips; which passes join; states copied between operations
+    "trainer": 4032,  # parts of a batch, routes and their flips; which passes join; states copied between operations
     "weight_sync": 5532,  # relays: tree, groups, requests; shard keys apart from the secret; views; kept pings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
