@@ -129,7 +129,7 @@ def make_value_loss(reduction: Reduction) -> LossFn:
             values=values,
             before=micro.values,
             returns=micro.returns,
-            weights=token_weights(_sampled(micro), micro.cu_seqlens, reduction),
+            weights=token_weights(sampled_mask(micro), micro.cu_seqlens, reduction),
         )
         return LossSums(loss=sums.loss, stats=sums.stats)
 
@@ -142,7 +142,7 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
     ``lr`` is the policy's. Without a sampled token nothing happens: momentum alone would move the critic.
     """
     critic, config = critic_of(adapter), adapter.config
-    sampled = _sampled(minibatch)
+    sampled = sampled_mask(minibatch)
     if critic is None or not bool(sampled.any()):
         return {}
     reduction = config.algorithm.reduction
@@ -155,6 +155,6 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
     return named | {"value_steps": 1.0, "value_grad_norms": stats["grad_norm"], "value_skipped": stats["skipped"]}
 
 
-def _sampled(batch: TrainBatch) -> Tensor:
+def sampled_mask(batch: TrainBatch) -> Tensor:
     """[T] bool: the mask without given answers."""
     return batch.loss_mask & ~spread(batch.given, batch.cu_seqlens)

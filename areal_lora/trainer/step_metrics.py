@@ -20,6 +20,7 @@ from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.companions import sampled_mask
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import TrainBatch, TrajectoryGroup
 
@@ -86,7 +87,7 @@ def of_batch(batch: TrainBatch) -> Metrics:
     the others.
     """
     rewards = sample_rewards(batch.rewards, batch.sample_ids)
-    of_sampled, missing = _sampled(batch), None
+    of_sampled, missing = sampled_mask(batch), None
     sampled = batch.rollout_logprobs[of_sampled]
     if batch.routes is not None:  # the token before predicts, and no sequence starts with a sampled one
         missing = int((batch.routes[:-1, 0, 0] < 0)[of_sampled[1:]].sum())
@@ -150,7 +151,7 @@ def of_audit(audit: Audit) -> Metrics:
 
 def of_replay(batch: TrainBatch, report: LearnReport) -> Metrics:
     """``replay_removes`` is what mean |trainer - rollout| logprob of sampled tokens gains without replay."""
-    own, trained, on = report.own_choice, report.logprobs, _sampled(batch)
+    own, trained, on = report.own_choice, report.logprobs, sampled_mask(batch)
     if own is None or trained is None or not on.any():
         return {}
     without, left = (float((x - batch.rollout_logprobs)[on].abs().mean()) for x in (own, trained))
@@ -243,11 +244,6 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
         "train/n_tokens": window.tokens,
         "train/n_sequences": window.sequences,
     }
-
-
-def _sampled(batch: TrainBatch) -> torch.Tensor:
-    """[T] bool: tokens on the mask but for those of given answers."""
-    return batch.loss_mask & ~batch.given.repeat_interleave(batch.cu_seqlens.diff())
 
 
 def _share(found: Sequence[bool]) -> float | None:

@@ -81,11 +81,6 @@ class ParallelLayout:
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
-    def edp(self) -> int:
-        """Data-parallel size of the experts."""
-        return self.world // (self.etp * self.ep * self.pp)
-
-    @property
     def experts_per_rank(self) -> int:
         return self.experts // self.ep
 
@@ -104,9 +99,6 @@ class ParallelLayout:
 
     def etp_rank(self, rank: int) -> int:
         return rank % self.etp
-
-    def edp_rank(self, rank: int) -> int:
-        return rank // (self.etp * self.ep) % self.edp
 
     def chunks_of(self, rank: int) -> list[range]:
         """Global numbers of the layers of each virtual stage of this rank, of which Megatron makes a model chunk."""

@@ -21,11 +21,11 @@ SIZES = [
 def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
     layout = ParallelLayout.of(TrainerConfig(world_size=8, **sizes), layers=4, experts=8)
     dense = itertools.product(range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp))
-    experts = itertools.product(range(layout.pp), range(layout.edp), range(layout.ep), range(layout.etp))
-    for rank, ((pp, dp, cp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
+    copies = layout.ranks_per_stage // (layout.ep * layout.etp)
+    experts = itertools.product(range(layout.pp), range(copies), range(layout.ep), range(layout.etp))
+    for rank, ((pp, dp, cp, tp), (epp, _, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
         assert (rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
-        assert (rank // layout.ranks_per_stage, layout.edp_rank(rank), layout.ep_rank(rank)) == (epp, edp, ep)
-        assert layout.etp_rank(rank) == etp
+        assert (rank // layout.ranks_per_stage, layout.ep_rank(rank), layout.etp_rank(rank)) == (epp, ep, etp)
         (context,) = (ranks for ranks in context_groups(layout) if rank in ranks)
         assert context.index(rank) == cp
         assert context == tuple(r for r in range(8) if place_of(layout, r) == (pp, dp, tp))
@@ -53,7 +53,8 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
             and (expert is None or expert in layout.experts_of(rank))
         ]
         assert layout.owner(layer, expert) == min(holders)
-        assert layout.etp_rank(min(holders)) == 0 == layout.edp_rank(min(holders))
+        assert layout.etp_rank(min(holders)) == 0
+        assert expert is None or min(holders) % layout.ranks_per_stage < layout.ep * layout.etp, "the first copy"
         assert {rank // layout.ranks_per_stage for rank in holders} == {
             layout.owner(layer, None) // layout.ranks_per_stage
         }
