@@ -271,7 +271,7 @@ def megatron(case: Case, layers: int) -> Iterator[Slice]:
         with META:
             model = ModelConfig.model_construct(path="", dtype="bfloat16")
             compute = megatron_model.MegatronModel(model, case.trainer, sharded, hf, META)
-        config: Any = compute.module.config
+        config: Any = compute.module[0].config
         config.bias_activation_fusion = True
         config.moe_permute_fusion = True  # not before: a dispatcher would put its indices on a GPU
         yield adapted(case, compute, compute.module, sharded)

@@ -295,6 +295,7 @@ def plan_microbatches(
     token_budget: int,
     multiple: int = 1,
     uniform: bool = False,
+    rounds: int = 1,
 ) -> list[MicroPlan]:
     """Distribute the trees over micro-batches and data-parallel ranks, so that ranks wait little for each other.
 
@@ -305,10 +306,11 @@ def plan_microbatches(
     A micro-batch has at most ``token_budget`` tokens per rank; a tree that is larger than an equal share is split,
     and its parts repeat the shared start. A single sequence beyond the budget gets a micro-batch of its own. Sizes
     are rounded up to ``multiple`` (sequence parallelism splits the tokens). ``uniform`` gives every micro-batch the
-    same size (pipeline stages pre-allocate). Every sequence is computed exactly once.
+    same size (pipeline stages pre-allocate), and their number is a multiple of ``rounds`` (virtual stages take turns):
+    the last ones may be padding only. Every sequence is computed exactly once.
     """
     total = sum(tree.size(lengths) for tree in trees)
-    count = max(1, -(-total // (dp * token_budget)))
+    count = -(-total // (dp * token_budget * rounds)) * rounds or rounds
     while True:
         share = max(1, -(-total // (dp * count)))
         parts = [part for tree in trees for part in _split(tree, lengths, share, token_budget)]
@@ -316,7 +318,7 @@ def plan_microbatches(
         # A lone part beyond the budget cannot be cut further.
         if count >= len(parts) or all(len(held) < 2 or _load(held, lengths) <= token_budget for held in bins):
             break
-        count += 1
+        count += rounds
     bins.sort(key=lambda held: -_pairs(held, lengths))
     plans, done = [], [0] * dp
     for at in range(0, len(bins), dp):
@@ -330,6 +332,7 @@ def plan_microbatches(
     if uniform:
         frame = max((plan.n_tokens for plan in plans), default=0)
         plans = [MicroPlan(trees=plan.trees, n_tokens=frame) for plan in plans]
+        plans += [MicroPlan(trees=((),) * dp, n_tokens=frame)] * (-len(plans) % rounds)
     return plans
 
 

@@ -76,9 +76,9 @@ def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
     if t.pp > shape.layers:
         reason = f"{t.pp} stages are more than the model's {shape.layers} layers"
         yield Finding("trainer.pp", reason, f"use at most {shape.layers}")
-    elif t.pp_layers is not None and (len(t.pp_layers) != t.pp or sum(t.pp_layers) != shape.layers):
+    elif t.pp_layers is not None and (not t.chunks or sum(t.pp_layers) != shape.layers):
         reason = f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers"
-        yield Finding("trainer.pp_layers", reason, "write one number for each stage, or leave it out")
+        yield Finding("trainer.pp_layers", reason, "write one number for each stage or virtual stage, or leave it out")
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:

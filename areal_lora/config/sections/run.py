@@ -89,7 +89,8 @@ class TrainerConfig(Section):
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
     pp_layers: list[PositiveInt] | None = None
-    """Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."""
+    """Layers of each pipeline stage, or of each virtual one (interleaved): a multiple of `pp` numbers. If unset, evenly
+    distributed, earlier stages first."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: Recompute = "none"
     """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and
@@ -98,6 +99,12 @@ class TrainerConfig(Section):
     """Ranks that hold one copy of the base between them, such as those of a node (fsdp). If unset, all ranks."""
     cpu_offload: bool = Field(False, description="Keep the frozen shards in host memory and copy them by layer (fsdp).")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of each pipeline stage; 0 where `pp_layers` does not divide into stages."""
+        each, rest = divmod(len(self.pp_layers or range(self.pp)), self.pp)
+        return 0 if rest or (each > 1 and self.pp == 1) else each
 
 
 class BehaviourConfig(Section):

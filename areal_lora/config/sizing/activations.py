@@ -1,6 +1,6 @@
 """What a micro-batch leaves in memory until its backward pass, in elements, and the buffers of its passes. Pure."""
 
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.families.shape import ModelShape
 
 KEY_COPIES = 2.0
@@ -59,3 +59,10 @@ def kept_elements(config: Config, shape: ModelShape) -> float:
     log-sum-exp in fp32 counts as two."""
     attention = shape.heads * (shape.head_dim + 2) if config.trainer.recompute == "selective" else 0
     return (shape.hidden + attention) / config.trainer.tp
+
+
+def in_flight(t: TrainerConfig, stage: int) -> float:
+    """Micro-batches whose activations a pipeline stage holds: pp - stage with 1F1B; with virtual stages those of
+    Megatron's warm-up and one more, each of a chunk of the layers (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    later = t.pp - 1 - stage
+    return later + 1 if t.chunks == 1 else (2 * later + (t.chunks - 1) * t.pp + 1) / t.chunks

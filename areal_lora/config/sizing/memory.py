@@ -109,14 +109,15 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     return JobMemory(processes=tuple(processes))
 
 
-def _stages(config: Config, shape: ModelShape) -> list[range]:
+def _stages(config: Config, shape: ModelShape) -> list[list[int]]:
     """Layers of each pipeline stage: as given, else evenly distributed, earlier stages first."""
     t = config.trainer
     sizes = t.pp_layers or [shape.layers // t.pp + (stage < shape.layers % t.pp) for stage in range(t.pp)]
-    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    owners = [i % t.pp for i, size in enumerate(sizes) for _ in range(size)]
+    return [[layer for layer, owner in enumerate(owners) if owner == stage] for stage in range(t.pp)]
 
 
-def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
+def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
     """Parts of one rank.
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
@@ -129,8 +130,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
       (section 5.1). A critic is an adapter of its own rank, a reference has weights only. Those that may join are a row
       of their own: as many as servers have places for, as large as a slot.
     - Activations: the tensors that autograd keeps, counted from this project's modules (`sizing.activations`), in the
-      manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
-      micro-batches on a stage (Narayanan et al., arXiv 2104.04473). With recompute one layer is there in full.
+      manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. A stage holds those of
+      `activations.in_flight` micro-batches. With recompute one layer is there in full.
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
     - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
@@ -140,7 +141,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]
     last = stage == t.pp - 1
-    tokens, in_flight = t.max_tokens_per_microbatch, t.pp - stage
+    tokens, in_flight = t.max_tokens_per_microbatch, activations.in_flight(t, stage)
     per_layer = [tokens * activations.layer_elements(config, shape, layer) * item for layer in layers]
     kept, once = in_flight * sum(per_layer), 0.0
     if t.recompute != "none":
@@ -163,7 +164,9 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     ]
 
 
-def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
+def _adapters(
+    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: Sequence[int]
+) -> list[Part]:
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
@@ -199,7 +202,7 @@ def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfi
     ]
 
 
-def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
+def _joining(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
     adapters = slots.joining_adapters(config)
     if not adapters:
@@ -209,7 +212,7 @@ def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
     return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
 
-def _base(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
+def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
     t, item = config.trainer, DTYPE_BYTES[config.model.dtype]
     if t.engine == "megatron":
         return [Part("base weights", device=_base_elements(config, shape, stage, layers) * item)]
@@ -232,7 +235,7 @@ def _gathered_elements(config: Config, shape: ModelShape) -> int:
     return 3 * max(ends, *(elements - tails for elements in layers))
 
 
-def _base_elements(config: Config, shape: ModelShape, stage: int, layers: range) -> int:
+def _base_elements(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> int:
     t, h, d = config.trainer, shape.hidden, shape.head_dim
     kv_heads = max(1, shape.kv_heads // t.tp)
     attention = 2 * h * d * (shape.heads // t.tp) + 2 * h * d * kv_heads
@@ -250,7 +253,7 @@ def _base_elements(config: Config, shape: ModelShape, stage: int, layers: range)
     return total + ends * shape.vocab * h // t.tp
 
 
-def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
     """Parameters of one adapter that one rank holds."""
     t, spec, total = config.trainer, adapter.spec(""), 0
     for key in linear_sites(shape):
@@ -274,13 +277,13 @@ def _critic_share(adapter: AdapterConfig) -> float:
     return float(adapter.algorithm.has_critic)
 
 
-def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
     """Bytes of a version that a source rank of a stage sends: those of its experts, or of the stage if dense."""
     sources = max(1, stage_sources(config, shape, adapter, layers))
     return version_bytes(config, shape, adapter) * len(layers) // shape.layers // sources
 
 
-def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: range) -> int:
+def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
     """Ranks of a stage that own tensors of ``adapter``: one, or each expert-parallel rank where experts are apart."""
     keys = [key for key in linear_sites(shape) if key.layer in layers and key.covered(adapter.target_modules)]
     apart = adapter.expert_layout is not ExpertLayout.SHARED and any(key.scope is Scope.EXPERT for key in keys)

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class ParallelLayout:
     pp: int
     ep: int
     etp: int
-    stage_layers: tuple[int, ...]  # how many layers each pipeline stage has
+    stage_layers: tuple[int, ...]  # how many layers each virtual stage has; stage i of pp has the i-th of every pp
     experts: int  # 0: a dense model
     cp: int = 1
 
@@ -110,11 +110,10 @@ class ParallelLayout:
     def edp_rank(self, rank: int) -> int:
         return rank // (self.etp * self.ep) % self.edp
 
-    def layers_of(self, rank: int) -> range:
-        """Global numbers of the layers of this rank's stage."""
-        ends = list(accumulate(self.stage_layers))
-        stage = rank // self.ranks_per_stage
-        return range(ends[stage] - self.stage_layers[stage], ends[stage])
+    def chunks_of(self, rank: int) -> list[range]:
+        """Global numbers of the layers of each virtual stage of this rank, of which Megatron makes a model chunk."""
+        chunks = [range(end - n, end) for n, end in zip(self.stage_layers, accumulate(self.stage_layers), strict=True)]
+        return chunks[rank // self.ranks_per_stage :: self.pp]
 
     def experts_of(self, rank: int) -> range:
         """Global numbers of the experts of this rank, in every layer of its stage that has experts."""
@@ -123,7 +122,7 @@ class ParallelLayout:
 
     def owner(self, layer: int, expert: int | None) -> int:
         """The rank that publishes the tensors of a layer, or of one of its experts: the lowest that holds them."""
-        stage = next(i for i, end in enumerate(accumulate(self.stage_layers)) if layer < end)
+        stage = next(i for i, end in enumerate(accumulate(self.stage_layers)) if layer < end) % self.pp
         first = stage * self.ranks_per_stage
         return first if expert is None else first + expert // self.experts_per_rank * self.etp
 
@@ -143,7 +142,7 @@ def context_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage: ``trainer.pp_layers``, else evenly distributed, earlier stages first.
+    """Return the layers of each virtual stage: ``trainer.pp_layers``, else of each stage, evenly distributed.
 
     Raises ConfigError for a stage without layers or numbers that do not add up.
     """
@@ -152,11 +151,11 @@ def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:
             reason = f"{config.pp} stages for {layers} layers: one would be empty"
             raise ConfigError("trainer.pp", reason, f"use at most {layers}")
         return tuple(layers // config.pp + (stage < layers % config.pp) for stage in range(config.pp))
-    if len(config.pp_layers) != config.pp or sum(config.pp_layers) != layers:
+    if not config.chunks or sum(config.pp_layers) != layers:
         raise ConfigError(
             "trainer.pp_layers",
             f"{config.pp_layers} does not give {config.pp} stages {layers} layers in total",
-            "one number per stage, in order",
+            "one number per stage, or per virtual stage, in order",
         )
     return tuple(config.pp_layers)
 
@@ -348,7 +347,7 @@ def spans(arena: Arena, *, apart: bool) -> list[Span]:
 
 def _banks(model: ShardedModel, spec: AdapterSpec, trainer_rank: int) -> Iterator[Bank]:
     """The bank of each linear layer of the rank's stage, at element 0."""
-    layers, mine = model.layout.layers_of(trainer_rank), model.layout.experts_of(trainer_rank)
+    layers, mine = set(chain(*model.layout.chunks_of(trainer_rank))), model.layout.experts_of(trainer_rank)
     for key in model.sites(spec):
         # One stack per linear layer, made at the first of the rank's experts.
         if key.layer not in layers or (key.expert is not None and key.expert != mine.start):

@@ -40,17 +40,18 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         token_budget=token_budget * layout.cp,
         multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
         uniform=layout.pp > 1,
+        rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
     )
 
 
 def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:
-    """``batch`` with the routes of the layers of this rank's stage alone, as views.
+    """``batch`` with the routes of the layers of this rank's stage alone; views, unless it has several virtual stages.
 
     Raises AlignmentError for routes that are not of the model's layers and experts.
     """
     if batch.routes is None:
         return batch
-    shape, own, (_, *found) = model.shape, model.layout.layers_of(rank), batch.routes.shape
+    shape, (_, *found) = model.shape, batch.routes.shape
     wanted = [shape.moe_layers, shape.experts_per_token]
     low, high = map(int, batch.routes.aminmax()) if batch.routes.numel() else (-1, -1)
     if found != wanted or low < -1 or high >= shape.experts:
@@ -58,8 +59,11 @@ def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:
             f"routes of {found} layers and experts a token, {low} to {high}: the model has {wanted} of {shape.experts} "
             "experts; serve the model that is trained"
         )
-    first, end = (bisect_left(shape.sparse_layers, layer) for layer in (own.start, own.stop))
-    return replace(batch, routes=batch.routes[:, first:end])
+    ends = (
+        [bisect_left(shape.sparse_layers, n) for n in (own.start, own.stop)] for own in model.layout.chunks_of(rank)
+    )
+    routes = [batch.routes[:, first:end] for first, end in ends]
+    return replace(batch, routes=routes[0] if len(routes) == 1 else torch.cat(routes, 1))
 
 
 def flops_of(

@@ -21,7 +21,7 @@ from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import Piece, SiteKey
 
-_LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
+_NAME = re.compile(r"^(?P<chunk>\d+)\.(?:decoder\.layers\.(?P<layer>\d+)\.)?(?P<rest>.+)$")
 LINEAR = (
     r"(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
     r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?(?P<mlp>linear_fc[12]))"
@@ -53,7 +53,7 @@ def load_base(
     dense: dist.ProcessGroup | None = None,
     experts: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill every parameter of ``module``; collective over the replicas of dense layers and of experts.
+    """Fill every parameter of the chunks in ``module``; collective over the replicas of dense layers and of experts.
 
     Raises UnknownTensorError for a missing tensor or an unknown parameter, on every rank.
     """
@@ -69,10 +69,13 @@ def load_base(
 
 
 def _read(folder: ModelFolder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:
-    """This rank's part of the parameter that Megatron calls ``name``."""
-    if (found := _LAYER.match(name)) is not None:
-        return _read_layer(folder, model, rank, int(found["layer"]), found["rest"])
-    tp, rows = model.layout.tp_rank(rank), parameter.shape[0]
+    """This rank's part of the parameter ``name``: the number of its chunk, and what Megatron calls it there."""
+    found = _NAME.match(name)
+    assert found, "it is of a chunk"
+    if found["layer"]:
+        layer = model.layout.chunks_of(rank)[int(found["chunk"])][int(found["layer"])]
+        return _read_layer(folder, model, rank, layer, found["rest"])
+    tp, rows, name = model.layout.tp_rank(rank), parameter.shape[0], found["rest"]
     if name == "decoder.final_layernorm.weight":
         return folder.whole("model.norm.weight")
     if name == "embedding.word_embeddings.weight":
@@ -84,8 +87,7 @@ def _read(folder: ModelFolder, model: ShardedModel, rank: int, name: str, parame
     raise UnknownTensorError(f"the model's parameter {name} has no known Hugging Face tensor")
 
 
-def _read_layer(folder: ModelFolder, model: ShardedModel, rank: int, local: int, rest: str) -> Tensor:
-    layer = model.layout.layers_of(rank)[local]
+def _read_layer(folder: ModelFolder, model: ShardedModel, rank: int, layer: int, rest: str) -> Tensor:
     base = f"model.layers.{layer}"
     if (replicated := _replicated(model.shape.family).get(rest)) is not None:
         return folder.whole(f"{base}.{replicated}.weight")

@@ -6,6 +6,7 @@ and gives every expert-parallel rank the first experts. Therefore `build_model` 
 the packing. Importing this file imports Megatron: the caller must have applied `cpu_patches` on a machine without GPU.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -59,8 +60,8 @@ class ScheduleRanges:
 
 def build_model(
     model: ModelConfig, trainer: TrainerConfig, layout: ParallelLayout, hf: Mapping[str, Any], device: torch.device
-) -> tuple[nn.Module, Packing]:
-    """This rank's part of the model, weights not loaded, and its attention plans.
+) -> tuple[nn.ModuleList, Packing]:
+    """This rank's part of the model by virtual stage, weights not loaded, and its attention plans.
 
     Parallel state must be initialised.
     """
@@ -68,15 +69,16 @@ def build_model(
     settings = _settings(trainer, layout, dtype, on_cpu=device.type == "cpu")
     provider = GPTModelProvider(**architecture(hf), **settings)
     provider.finalize()
-    module: nn.Module = provider.provide(
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    )
-    module = module.to(device=device, dtype=dtype)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    chunks, numbers = nn.ModuleList(), range(trainer.chunks)
+    for number in numbers:
+        ends = {"pre_process": first and number == 0, "post_process": last and number == numbers[-1]}
+        chunks.append(provider.provide(**ends, vp_stage=number if len(numbers) > 1 else None))
+    module = chunks.to(device=device, dtype=dtype)
     # Losses arrive as plain sums; with this set the schedule divides by nothing.
-    config: Any = module.config
-    config.calculate_per_token_loss = True
-    config.variable_seq_lengths = False
-    config.timers = ScheduleRanges()
+    provider.calculate_per_token_loss = True
+    provider.variable_seq_lengths = False
+    provider.timers = ScheduleRanges()
     rotary = RotaryEmbedding(  # Megatron's own, with its scaling of long contexts
         provider.kv_channels,
         rotary_percent=1.0,
@@ -98,6 +100,9 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         "tensor_model_parallel_size": trainer.tp,
         "pipeline_model_parallel_size": trainer.pp,
         "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
+        # Interleaved, both neighbours of a stage may be the same: a batch of messages would mix up the two directions.
+        "overlap_p2p_comm": trainer.chunks > 1,
+        "batch_p2p_comm": trainer.chunks == 1,
         "expert_model_parallel_size": trainer.ep,
         "expert_tensor_parallel_size": trainer.etp,
         "sequence_parallel": trainer.tp > 1,
@@ -138,10 +143,10 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
     return fields
 
 
-def _layers(config: GPTModelProvider, *, on_cpu: bool) -> Any:
+def _layers(config: GPTModelProvider, vp_stage: int | None = None, *, on_cpu: bool) -> Any:
     """Attention over packed token trees, and grouped experts with LoRA inside."""
     norm = {"normalization": "RMSNorm"} if on_cpu else {}
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, **norm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, vp_stage=vp_stage, **norm)
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.self_attention.submodules.core_attention = modules.PackedAttention
@@ -162,6 +167,7 @@ def initialize_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,
+        virtual_pipeline_model_parallel_size=trainer.chunks if trainer.chunks > 1 else None,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.etp,
     )
@@ -206,6 +212,18 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
     return classes
 
 
+def in_progress(stages: int, stage: int, chunks: int, *, train: bool) -> int:
+    """Micro-batches that a rank of ``stage`` has not finished when its first chunk computes the next one, at most.
+
+    One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one, each
+    stage before it has one more. Interleaved (Narayanan et al., arXiv 2104.04473, section 2.2), the chunks compute pp
+    micro-batches in turn, and the last stage differentiates the first one of a round in the next round.
+    """
+    if chunks > 1:
+        return 2 * stages - 1 if train else stages - 1
+    return stages - 1 - stage if train else 0
+
+
 class MegatronModel:
     """The `Compute` of the Megatron engine."""
 
@@ -221,11 +239,11 @@ class MegatronModel:
         tp_group, etp_group = initialize_parallel(trainer, device)
         self.groups: Mapping[Range, dist.ProcessGroup] = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.active, self._cp = ActiveAdapters(), trainer.cp
-        self.module: nn.Module
+        self.module: nn.ModuleList
         self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         dense, experts = replicas()
         load_base(self.module, ModelFolder.of(model), sharded, dist.get_rank(), dense, experts)
-        self._output = modules.take_output(self.module, self.active)
+        self._output = modules.take_output(self.module[-1], self.active)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
@@ -250,19 +268,23 @@ class MegatronModel:
     ) -> list[Result]:
         """Through Megatron's pipeline schedule."""
         results: list[Result] = []
-        # One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one,
-        # each stage before it has one more in progress.
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        later = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
-        in_progress = later if train else 0
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        earlier = in_progress(stages, stage, len(self.module), train=train)
+        queues = [deque[tuple[PackedMicroBatch, Tensor]]() for _ in self.module]
 
-        def forward_step(iterator: Iterator[PackedMicroBatch], module: nn.Module) -> tuple[Tensor, Any]:
-            self._packing.keep(in_progress)
-            packed = next(iterator)
-            if self._output:
+        def forward_step(queue: deque[tuple[PackedMicroBatch, Tensor]], module: nn.Module) -> tuple[Tensor, Any]:
+            if not queue:
+                self._packing.keep(earlier)
+                packed = next(batches)
+                plan = self._packing.add(packed.attention, packed.tokens)
+                for each in queues:
+                    each.append((packed, plan))
+            packed, plan = queue.popleft()
+            if self._output and module is self.module[-1]:
                 self._output.expect(packed, judge.readout)
             # Positions are part of the attention plan; the model's embedding takes none.
-            predictions = module(packed.token_ids, None, self._packing.add(packed.attention, packed.tokens))
+            predictions = module(packed.token_ids, None, plan)
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss, found = judge(packed, output[0])
@@ -274,8 +296,8 @@ class MegatronModel:
         try:
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=batches,
-                model=self.module,
+                data_iterator=queues,
+                model=list(self.module),
                 num_microbatches=len(plans),
                 seq_length=plans[0].n_tokens // self._cp,
                 micro_batch_size=1,

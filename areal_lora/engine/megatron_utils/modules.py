@@ -318,7 +318,7 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         return output + UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view(output.shape)
 
 
-_SITE = re.compile(rf"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
+_SITE = re.compile(rf"^(?P<chunk>\d+)\.decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
 
 Site = AdaptedLinear | GroupedLinear
 
@@ -328,14 +328,15 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapters) -> N
 
     Raises UnknownTensorError if the model lacks a layer that the adapter has on this rank.
     """
-    first = memory.model.layout.layers_of(memory.rank).start
+    chunks = memory.model.layout.chunks_of(memory.rank)
     banks = {(bank.layer, bank.scope, bank.linear): bank for bank in memory.arena.banks}
     found_keys = set()
     for path, module in list(model.named_modules()):
         if (found := _SITE.search(path)) is None:
             continue
         for scope in (Scope.EXPERT, Scope.ALL_EXPERTS) if found["experts"] else (scope_of(found),):
-            key = (first + int(found["layer"]), scope, found["attention"] or found["mlp"])
+            layer = chunks[int(found["chunk"])][int(found["layer"])]
+            key = (layer, scope, found["attention"] or found["mlp"])
             if (bank := banks.get(key)) is None:
                 continue
             found_keys.add(key)
@@ -350,15 +351,15 @@ def recompute_layers(model: nn.Module, kind: Recompute, active: ActiveAdapters) 
     recompute((layer for layer in model.modules() if isinstance(layer, TransformerLayer)), kind, active)
 
 
-def take_output(model: nn.Module, active: ActiveAdapters) -> OutputSite | None:
-    """Let an `OutputSite` compute what the model's last stage returns; None on other stages.
+def take_output(last: nn.Module, active: ActiveAdapters) -> OutputSite | None:
+    """Let an `OutputSite` compute what the model's last stage returns, the ``last`` chunk there; None on other stages.
 
     Each tensor-parallel rank computes the values of its part of the sequence, so the gradient of the replicated head
     is a part on each, like that of other replicated tensors.
     """
     if not parallel_state.is_pipeline_last_stage():
         return None
-    group, layer = parallel_state.get_tensor_model_parallel_group(), model.get_submodule("output_layer")
+    group, layer = parallel_state.get_tensor_model_parallel_group(), last.get_submodule("output_layer")
     # As the layer returns logits: [p, 1, *], and no bias.
     return OutputSite(layer, active, lambda found: (found[:, None], None), group=group, whole=_whole_sequence)
 

@@ -22,6 +22,7 @@ def cases(kind: str) -> list[Case]:
         Case("ep2", 2, kind, ep=2),
         Case("tp2", 2, kind, tp=2),
         Case("pp2", 2, kind, pp=2, stages=(1, 3)),
+        Case("pp2_virtual", 2, kind, pp=2, stages=(1, 1, 1, 1)),
         Case("etp2", 2, kind, etp=2),
         Case("fsdp2", 2, kind, engine="fsdp"),
         Case("dp2", 2, kind),

@@ -45,14 +45,19 @@ class Sizes:
     pp: int
     ep: int
     etp: int
+    virtual: int = 1
 
     def __str__(self) -> str:
-        return f"world {self.world}: tp {self.tp} pp {self.pp} ep {self.ep} etp {self.etp}"
+        return f"world {self.world}: tp {self.tp} pp {self.pp} x {self.virtual} ep {self.ep} etp {self.etp}"
 
     @property
     def layers(self) -> int:
         """Never a multiple of the stages, unless there is one."""
-        return self.pp + 1 if self.pp > 1 else 2
+        return self.pp * self.virtual + 1 if self.pp > 1 else 2
+
+    @property
+    def pp_layers(self) -> list[int] | None:
+        return [1] * (self.pp * self.virtual - 1) + [2] if self.virtual > 1 else None
 
 
 def layouts(world: int) -> Iterator[Sizes]:
@@ -65,6 +70,8 @@ def layouts(world: int) -> Iterator[Sizes]:
                 for etp in numbers:
                     if world // pp % (ep * etp) == 0:
                         yield Sizes(world, tp, pp, ep, etp)
+                        if pp == 2:
+                            yield Sizes(world, tp, pp, ep, etp, virtual=2)
 
 
 def hf_config(kind: str, layers: int) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
     """What Megatron itself says to sizes that our checks refuse. Fails if it accepts them."""
     from areal_lora.engine.megatron_utils import megatron_model as base
 
-    stages = tuple(2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp))
+    stages = tuple(config.pp_layers or (2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp)))
     layout = ParallelLayout(
         world=config.world_size,
         tp=config.tp,
@@ -269,7 +276,9 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     from areal_lora.engine.megatron_utils import megatron_model as base
 
     count = 0
-    config = TrainerConfig(world_size=sizes.world, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp)
+    config = TrainerConfig(
+        world_size=sizes.world, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, pp_layers=sizes.pp_layers
+    )
     tp_group, etp_group = megatron_model.initialize_parallel(config, CPU)
     groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
     try:
@@ -314,6 +323,8 @@ def kinds(numbered: tuple[int, Sizes]) -> Iterator[object]:
     yield sizes.world if sizes.world in (1, 2, 4, 8) else "no power of two"
     split = (sizes.tp > 1, sizes.pp > 1, sizes.ep > 1, sizes.etp > 1, sizes.world > sizes.tp * sizes.pp)
     yield from (name for name, has in zip(("tp", "pp", "ep", "etp", "dp"), split, strict=True) if has)
+    if sizes.virtual > 1:
+        yield "virtual stages", sizes.tp > 1, sizes.ep > 1, sizes.etp > 1
     yield "all fit" if sizes.world in (2, 4, 8) and not index else "some fit"
 
 

@@ -38,7 +38,7 @@ SIZES = {
 }
 COLUMN = ("linear_qkv", "linear_fc1")
 PATHS = {
-    name: f"decoder.layers.0.{part}.{name}"
+    name: f"0.decoder.layers.0.{part}.{name}"
     for name, part in zip(SIZES, ("self_attention", "self_attention", "mlp", "mlp"), strict=True)
 }
 

@@ -26,6 +26,7 @@ MEGATRON: tuple[Used, ...] = (
                 (
                     "tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
+                    "virtual_pipeline_model_parallel_size",
                     "expert_model_parallel_size",
                     "expert_tensor_parallel_size",
                 ),
@@ -67,7 +68,7 @@ MEGATRON: tuple[Used, ...] = (
     Used(
         module="megatron.core.models.gpt.gpt_layer_specs",
         name="get_gpt_decoder_block_spec",
-        calls=(("", ("config", "use_transformer_engine", "normalization")),),
+        calls=(("", ("config", "use_transformer_engine", "normalization", "vp_stage")),),
     ),
     Used(
         module="megatron.core.transformer.transformer_layer",
@@ -113,6 +114,11 @@ MEGATRON: tuple[Used, ...] = (
                 ),
             ),
         ),
+    ),
+    Used(
+        module="megatron.core.pipeline_parallel.schedules",
+        name="forward_backward_pipelining_with_interleaving",
+        calls=(("", ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")),),
     ),
     Used(module="megatron.core.pipeline_parallel.schedules", name="get_forward_backward_func"),
     Used(
@@ -164,6 +170,8 @@ MEGATRON: tuple[Used, ...] = (
             "use_cpu_initialization",
             "gradient_accumulation_fusion",
             "variable_seq_lengths",
+            "overlap_p2p_comm",
+            "batch_p2p_comm",
         ),
     ),
 )
@@ -182,7 +190,7 @@ BRIDGE: tuple[Used, ...] = (
             "transformer_layer_spec",
             "finalize",
         ),
-        calls=(("provide", ("pre_process", "post_process")),),
+        calls=(("provide", ("pre_process", "post_process", "vp_stage")),),
     ),
     Used(module="megatron.bridge.peft.lora_layers", name="LoRALinear"),
     Used(

@@ -91,12 +91,15 @@ def groups_of_sequences(draw: st.DrawFn) -> tuple[list[Tree], list[int]]:
     budget=st.integers(1, 900),
     multiple=st.sampled_from([1, 2, 8]),
     uniform=st.booleans(),
+    rounds=st.sampled_from([1, 1, 2, 3]),
 )
 def test_plan_is_exact_and_fits(
-    case: tuple[list[Tree], list[int]], dp: int, budget: int, multiple: int, uniform: bool
+    case: tuple[list[Tree], list[int]], dp: int, budget: int, multiple: int, uniform: bool, rounds: int
 ) -> None:
     trees, lengths = case
-    plans = plan_microbatches(trees, lengths, dp=dp, token_budget=budget, multiple=multiple, uniform=uniform)
+    budgets = {"token_budget": budget, "multiple": multiple, "uniform": uniform or rounds > 1, "rounds": rounds}
+    plans = plan_microbatches(trees, lengths, dp=dp, **budgets)
+    assert len(plans) % rounds == 0
     held = [tree for plan in plans for part in plan.trees for tree in part]
     assert sorted(i for tree in held for i in tree.sequences) == list(range(len(lengths)))
     starts = {i: tree.shared for tree in trees for i in tree.sequences}
@@ -108,7 +111,7 @@ def test_plan_is_exact_and_fits(
         for part, load in zip(plan.trees, loads(plan, lengths), strict=True):
             assert load <= plan.n_tokens
             assert load <= budget or [len(tree.sequences) for tree in part] == [1]
-    if uniform:
+    if uniform or rounds > 1:
         assert len({plan.n_tokens for plan in plans}) == 1
 
 

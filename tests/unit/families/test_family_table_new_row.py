@@ -177,12 +177,12 @@ class Parameters(nn.Module):
 def megatron_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     h, heads = shape.hidden, shape.head_dim * (shape.heads + 2 * shape.kv_heads)
     shapes: dict[str, tuple[int, ...]] = {
-        "embedding.word_embeddings.weight": (shape.vocab, h),
-        "output_layer.weight": (shape.vocab, h),
-        "decoder.final_layernorm.weight": (h,),
+        "0.embedding.word_embeddings.weight": (shape.vocab, h),
+        "0.output_layer.weight": (shape.vocab, h),
+        "0.decoder.final_layernorm.weight": (h,),
     }
     for layer in range(shape.layers):
-        at = f"decoder.layers.{layer}"
+        at = f"0.decoder.layers.{layer}"
         shapes |= {
             f"{at}.input_layernorm.weight": (h,),
             f"{at}.pre_mlp_layernorm.weight": (h,),

@@ -25,10 +25,10 @@ CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
     kind=st.sampled_from(["Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen1.5-MoE-A2.7B"]),
     world=st.integers(1, 16),
     tp=st.integers(1, 9),
-    pp=st.integers(1, 60),
+    pp=st.integers(1, 60) | st.just(2),
     ep=st.integers(1, 6),
     etp=st.integers(1, 6),
-    pp_layers=st.none() | st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    pp_layers=st.none() | st.lists(st.integers(1, 24), min_size=1, max_size=3) | st.sampled_from([[12] * 4, [6] * 4]),
 )
 def test_trainer_sizes_are_refused_like_in_the_engine(kind: str, **sizes: Any) -> None:
     """The engine finds the same sizes wrong, only later, and sees dense models with expert parallelism as right."""

@@ -8,11 +8,12 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AdapterConfig, Config, ServiceConfig
+from areal_lora.config.models import AdapterConfig, Config, ServiceConfig, TrainerConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.task import BuiltInReward
+from areal_lora.config.sizing.activations import in_flight
 from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, source_ranks, staging_bytes
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
@@ -193,6 +194,7 @@ ATTENTION = "adapters.0.target_modules=[linear_qkv, linear_proj]"
         ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8),
         ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}"], 64),
         ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}", ATTENTION], 8),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[11, 13, 14, 10]"], 4),
         ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, "trainer.pp=1", "trainer.ep=64"], 64),
         ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], 2),
     ],
@@ -203,6 +205,26 @@ def test_sources_are_those_of_the_layout(model: str, overrides: list[str], sourc
     parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
     layout = wire_layout(ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec(""), "bfloat16")
     assert len(layout.shards) == sources
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (3, 2), (4, 3)])
+def test_virtual_stages_hold_what_the_schedule_has_in_progress(pp: int, chunks: int) -> None:
+    """Passes in Megatron's order, counted one by one: rounds of pp micro-batches by chunk, backward passes
+    by chunk in reverse, one forward and one backward in turn after the warm-up."""
+    trainer = TrainerConfig(world_size=pp, pp=pp, pp_layers=[1] * (pp * chunks))
+    order = [(r * pp + i, c) for r in range(6) for c in range(chunks) for i in range(pp)]
+    for stage in range(pp):
+        warmup = 2 * (pp - 1 - stage) + (chunks - 1) * pp
+        alive, most, done = set[tuple[int, int]](), 0, 0
+        for number, each in enumerate(order):
+            alive.add(each)
+            most = max(most, len(alive))
+            if number >= warmup:
+                micro_batch, chunk = order[done]
+                alive.remove((micro_batch, chunks - 1 - chunk))
+                done += 1
+        assert in_flight(trainer, stage) == most / chunks
+    assert [in_flight(TrainerConfig(world_size=pp, pp=pp), stage) for stage in range(pp)] == list(range(pp, 0, -1))
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:

@@ -49,7 +49,8 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
         holders = [
             rank
             for rank in range(8)
-            if layer in layout.layers_of(rank) and (expert is None or expert in layout.experts_of(rank))
+            if any(layer in chunk for chunk in layout.chunks_of(rank))
+            and (expert is None or expert in layout.experts_of(rank))
         ]
         assert layout.owner(layer, expert) == min(holders)
         assert layout.etp_rank(min(holders)) == 0 == layout.edp_rank(min(holders))
@@ -66,18 +67,24 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
         (7, 4, None, (2, 2, 2, 1)),
         (3, 3, None, (1, 1, 1)),
         (7, 3, [1, 4, 2], (1, 4, 2)),
+        (8, 2, [1, 3, 2, 2], (1, 3, 2, 2)),
+        (7, 3, [1, 1, 1, 1, 1, 2], (1, 1, 1, 1, 1, 2)),
     ],
 )
 def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, expected: tuple[int, ...]) -> None:
     layout = ParallelLayout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
     assert layout.stage_layers == expected
-    assert [layer for rank in range(0, 2 * pp, 2) for layer in layout.layers_of(rank)] == list(range(layers))
-    stages = [stage for stage, count in enumerate(expected) for _ in range(count)]
+    stages = [number % pp for number, count in enumerate(expected) for _ in range(count)]  # each has every pp-th part
+    for rank in range(2 * pp):
+        assert [*itertools.chain(*layout.chunks_of(rank))] == [
+            layer for layer in range(layers) if stages[layer] == rank // 2
+        ]
+        assert [len(chunk) for chunk in layout.chunks_of(rank)] == list(expected[rank // 2 :: pp])
     assert [layout.owner(layer, None) // layout.ranks_per_stage for layer in range(layers)] == stages
     assert [layout.owner(layer, None) for layer in range(layers)] == [2 * stage for stage in stages]
 
 
-@pytest.mark.parametrize("chosen", [[2, 2], [1, 2, 3], [3, 3, 1, 1]])
+@pytest.mark.parametrize("chosen", [[2, 2], [1, 2, 3], [3, 3, 1, 1], [1, 1, 1, 1, 1, 1]])
 def test_stages_that_do_not_add_up_are_refused(chosen: list[int]) -> None:
     with pytest.raises(ConfigError, match="pp_layers"):
         ParallelLayout.of(TrainerConfig(world_size=3, pp=3, pp_layers=chosen), layers=7, experts=0)

@@ -49,7 +49,11 @@ def test_a_stage_takes_the_routes_of_its_layers_with_experts() -> None:
     shape = ModelShape.from_hf(TINY["qwen3_moe"] | {"num_hidden_layers": 5, "mlp_only_layers": [1, 4]})
     batch, routes = scoring_batch([[1, 2, 3]], "a"), torch.arange(9).view(3, 3, 1).repeat(1, 1, 2) % 4
     batch = replace(batch, routes=routes.to(torch.int16))
-    for stages, wanted in (((2, 2, 1), ([0], [1, 2], [])), ((1, 1, 3), ([0], [], [1, 2]))):
+    for stages, wanted in (
+        ((2, 2, 1), ([0], [1, 2], [])),
+        ((1, 1, 3), ([0], [], [1, 2])),
+        ((1, 1, 1, 1, 0, 1), ([0, 2], [], [1])),
+    ):
         layout = ParallelLayout(world=3, tp=1, pp=3, ep=1, etp=1, stage_layers=stages, experts=4)
         for rank, layers in enumerate(wanted):
             found = of_stage(batch, ShardedModel(shape=shape, layout=layout), rank).routes

@@ -45,7 +45,8 @@ def worlds() -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def model(kind: str, world: int, tp: int, pp: int, ep: int, etp: int) -> ShardedModel:
-    config = TrainerConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp)
+    virtual = [1] * 4 if pp == 2 and tp > 1 else None
+    config = TrainerConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp, pp_layers=virtual)
     shape = SHAPES[kind]
     return ShardedModel(shape=shape, layout=ParallelLayout.of(config, layers=4, experts=shape.experts))
 

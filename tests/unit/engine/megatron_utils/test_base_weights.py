@@ -33,10 +33,10 @@ class Rank(nn.Module):
         self.model = ShardedModel(shape=shape, layout=layout)
         h, f, n = shape.hidden, shape.expert_ffn, shape.experts
         self.values = {
-            "embedding.word_embeddings.weight": torch.zeros(shape.vocab, h),
-            "decoder.layers.0.mlp.experts.linear_fc1.weight": torch.zeros(n, 2 * f, h),
-            "decoder.layers.0.self_attention.linear_proj.weight": torch.zeros(h, shape.heads * shape.head_dim),
-            "decoder.layers.0.mlp.experts.linear_fc2.weight": torch.zeros(n, h, f),
+            "0.embedding.word_embeddings.weight": torch.zeros(shape.vocab, h),
+            "0.decoder.layers.0.mlp.experts.linear_fc1.weight": torch.zeros(n, 2 * f, h),
+            "0.decoder.layers.0.self_attention.linear_proj.weight": torch.zeros(h, shape.heads * shape.head_dim),
+            "0.decoder.layers.0.mlp.experts.linear_fc2.weight": torch.zeros(n, h, f),
         }
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
