@@ -133,6 +133,19 @@ def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(key, reason, "leave that out, or set it to off")
 
 
+def moe_dispatcher(config: Config, facts: Facts) -> Iterator[Finding]:
+    t = config.trainer
+    reasons = {
+        "trainer.engine = fsdp sends no tokens to experts": t.engine == "fsdp",
+        "its kernels run on GPUs": config.cluster.device == "cpu",
+        "with ep x etp = 1 every expert is on the token's rank": t.ep * t.etp == 1,
+        "it sends bfloat16 only": config.model.dtype != "bfloat16",
+        "it does not send the keys of adapters.dropout": any(adapter.dropout for adapter in config.adapters),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds and t.moe_dispatcher != "alltoall"):
+        yield Finding("trainer.moe_dispatcher", f"{t.moe_dispatcher}, but {reason}", "set it to alltoall")
+
+
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
     for problem in facts.code_problems:
         yield Finding(problem.path, problem.reason, problem.fix)

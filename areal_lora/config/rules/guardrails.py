@@ -14,10 +14,10 @@ from areal_lora.errors import ConfigError
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve,
-    adapters.adapter_list, adapters.a_service_has_room, memory.service_fits, adapters.targets_exist,
-    adapters.ranks_fit, adapters.rates_suit_lora, adapters.init_from, adapters.user_code, adapters.algorithm,
-    adapters.group_size, adapters.router_replay, adapters.batches, adapters.chat_template, adapters.columns_exist,
+    layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve, adapters.adapter_list,
+    adapters.a_service_has_room, memory.service_fits, adapters.targets_exist, adapters.ranks_fit,
+    adapters.rates_suit_lora, adapters.init_from, adapters.user_code, adapters.algorithm, adapters.group_size,
+    adapters.router_replay, adapters.moe_dispatcher, adapters.batches, adapters.chat_template, adapters.columns_exist,
     adapters.sampling_is_trained, adapters.eval_sets, layout.answers_fit, layout.lengths, layout.engine_fits,
     layout.trainer_layout, layout.rollout_layout, layout.components_agree, layout.own_directives,
     layout.servers_suffice, memory.cluster_is_reachable, memory.interface_counts, memory.devices_suffice,

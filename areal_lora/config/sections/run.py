@@ -91,6 +91,8 @@ class TrainerConfig(Section):
     pp_layers: list[PositiveInt] | None = None
     """Layers of each pipeline stage, or of each virtual one (interleaved): a multiple of `pp` numbers. If unset, evenly
     distributed, earlier stages first."""
+    moe_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """How GPUs send tokens to other ranks' experts (megatron). `deepep`, `hybridep`: Megatron's `flex`, over DeepEP."""
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: Recompute = "none"
     """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and

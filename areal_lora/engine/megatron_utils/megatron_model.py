@@ -6,6 +6,7 @@ and gives every expert-parallel rank the first experts. Therefore `build_model` 
 the packing. Importing this file imports Megatron: the caller must have applied `cpu_patches` on a machine without GPU.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
@@ -36,6 +38,7 @@ from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
+from areal_lora.errors import ConfigError
 from areal_lora.platforms.device import collective_of, profiler_range
 from areal_lora.types import ExpertLayout
 
@@ -63,9 +66,10 @@ def build_model(
 ) -> tuple[nn.ModuleList, Packing]:
     """This rank's part of the model by virtual stage, weights not loaded, and its attention plans.
 
-    Parallel state must be initialised.
+    Parallel state must be initialised. Raises ConfigError where the kernels of the token dispatcher are not installed.
     """
     dtype = DTYPES[model.dtype]
+    _check_dispatcher(trainer)
     settings = _settings(trainer, layout, dtype, on_cpu=device.type == "cpu")
     provider = GPTModelProvider(**architecture(hf), **settings)
     provider.finalize()
@@ -92,10 +96,20 @@ def build_model(
     return module, packing
 
 
+def _check_dispatcher(trainer: TrainerConfig) -> None:
+    installed = {"alltoall": True, "deepep": fused_a2a.HAVE_DEEP_EP, "hybridep": fused_a2a.HAVE_HYBRIDEP}
+    if not installed[trainer.moe_dispatcher]:
+        name = {"deepep": "deep_ep.Buffer", "hybridep": "deep_ep.HybridEPBuffer"}[trainer.moe_dispatcher]
+        reason = f"{trainer.moe_dispatcher}, but {sys.executable} cannot import {name}"
+        fix = "install DeepEP there (https://github.com/deepseek-ai/DeepEP), or set it to alltoall"
+        raise ConfigError("trainer.moe_dispatcher", reason, fix)
+
+
 def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype, *, on_cpu: bool) -> dict[str, Any]:
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
+    flex = trainer.moe_dispatcher != "alltoall"
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": trainer.tp,
         "pipeline_model_parallel_size": trainer.pp,
@@ -120,13 +134,15 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         # In bf16 two experts' scores are often equal, and another kernel than the server's chooses another one.
         "moe_router_dtype": "fp32",
         "transformer_layer_spec": partial(_layers, on_cpu=on_cpu),
-        "moe_token_dispatcher_type": "alltoall",
+        # Of Megatron's dispatchers without kernels gloo runs the one that gathers all tokens.
+        "moe_token_dispatcher_type": "flex" if flex else "allgather" if on_cpu else "alltoall",
+        **({"moe_flex_dispatcher_backend": trainer.moe_dispatcher} if flex else {}),
         "moe_permute_fusion": True,
         # Every weight is read from the folder.
         "perform_initialization": False,
     }
     if on_cpu:
-        # No fused kernels; of the dispatchers gloo runs the one that gathers all tokens.
+        # No fused kernels.
         fused = (
             "bias_activation_fusion",
             "bias_dropout_fusion",
@@ -136,10 +152,7 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
             "apply_rope_fusion",
             "persist_layer_norm",
         )
-        fields |= dict.fromkeys(fused, False) | {
-            "use_cpu_initialization": True,
-            "moe_token_dispatcher_type": "allgather",
-        }
+        fields |= dict.fromkeys(fused, False) | {"use_cpu_initialization": True}
     return fields
 
 

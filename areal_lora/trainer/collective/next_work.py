@@ -216,7 +216,8 @@ def _of_clients(trainer: Trainer) -> w.Operations | None:
     Where no client has one, a state is copied.
 
     Others' passes join a pass, as many as one micro-batch of each data-parallel rank holds. Their rounding depends on
-    each other, so that they do not where `rollout.deterministic` promises the same bits.
+    each other, so that they do not where `rollout.deterministic` promises the same bits; nor with a flex dispatcher,
+    which does not send adapters' numbers with tokens.
     """
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
@@ -233,7 +234,8 @@ def _of_clients(trainer: Trainer) -> w.Operations | None:
         return first
     budget = layout.max_tokens_per_microbatch * (layout.world_size // (layout.tp * layout.pp))
     waiting = (each.operation for each in chain((first,), ready))
-    operations = joint(waiting, 0 if trainer.config.rollout.deterministic else budget)
+    alone = trainer.config.rollout.deterministic or layout.moe_dispatcher != "alltoall"
+    operations = joint(waiting, 0 if alone else budget)
     return w.JointPass(adapter=first.adapter, operations=operations)
 
 

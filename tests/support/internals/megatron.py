@@ -96,6 +96,7 @@ MEGATRON: tuple[Used, ...] = (
         name="MoEAlltoAllTokenDispatcher",
         members=("preprocess", "_maybe_dtoh_and_synchronize"),
     ),
+    Used(module="megatron.core.transformer.moe.fused_a2a", members=("HAVE_DEEP_EP", "HAVE_HYBRIDEP")),
     Used(module="megatron.core.transformer.spec_utils", name="ModuleSpec", members=("module", "submodules")),
     Used(
         module="megatron.core.pipeline_parallel.schedules",
@@ -148,6 +149,7 @@ MEGATRON: tuple[Used, ...] = (
             "moe_router_load_balancing_type",
             "moe_aux_loss_coeff",
             "moe_token_dispatcher_type",
+            "moe_flex_dispatcher_backend",
             "moe_permute_fusion",
             "calculate_per_token_loss",
             "pipeline_model_parallel_layout",

@@ -86,13 +86,23 @@ def test_passes_and_steps_are_those_of_a_plain_loop(side: Side) -> None:
     assert not side.engine.residents["b.1"].parts["weight"].any(), "the adapter beside it"
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_passes_that_wait_are_computed_together(tmp_path: Path, deterministic: bool) -> None:
-    """One of each adapter, of one kind, in the order of each; not where the same bits are promised."""
+@pytest.mark.parametrize(
+    ("section", "key", "value", "most"),
+    [
+        ("rollout", "deterministic", False, 2),
+        ("rollout", "deterministic", True, 1),
+        ("trainer", "moe_dispatcher", "deepep", 1),
+    ],
+)
+def test_passes_that_wait_are_computed_together(
+    tmp_path: Path, section: str, key: str, value: bool | str, most: int
+) -> None:
+    """One of each adapter, of one kind, in the order of each; not where the same bits are promised, or
+    where a dispatcher does not send adapters' numbers."""
     side = Side(tmp_path, "a", "b", "c")
     try:
-        rollout = side.config.rollout.model_copy(update={"deterministic": deterministic})
-        object.__setattr__(side.trainer, "config", side.config.model_copy(update={"rollout": rollout}))
+        changed = getattr(side.config, section).model_copy(update={key: value})
+        object.__setattr__(side.trainer, "config", side.config.model_copy(update={section: changed}))
 
         def all_arrive() -> None:
             while sum(len(queue.waiting) for queue in side.clients._backlog._queues.values()) < 9:
@@ -107,7 +117,7 @@ def test_passes_that_wait_are_computed_together(tmp_path: Path, deterministic: b
         grads = {name: side.client.outcomes(name)[3].grad_norm for name in ("a.1", "b.1", "c.1")}  # type: ignore[union-attr]
         assert grads["a.1"] == grads["c.1"] == pytest.approx(grads["b.1"] / 2)
         assert sorted(name for names in side.joined for name in names) == ["a.1"] * 2 + ["b.1"] * 2 + ["c.1"] * 2
-        assert max(map(len, side.joined)) == (1 if deterministic else 2)
+        assert max(map(len, side.joined)) == most
         side.quiet()
         assert [side.trainer.rank_0.turns.time(name) for name in grads] == [7 + 7 + 1] * 3, "each pays for its tokens"  # type: ignore[union-attr]
         assert all(isinstance(side.client.outcomes(name)[n], PassResult) for name in grads for n in (1, 2))
