@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 import torch
@@ -50,6 +50,24 @@ class GradientClass:
             start += each * dist.get_rank(group)
             found.append((start, start + each))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A rank has elements [start, end) ``own``, and after a gather over ``group`` ``outer``; without one a copy."""
+
+    group: dist.ProcessGroup | None
+    outer: tuple[int, int]
+    own: tuple[int, int]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def slices(self) -> Iterator[slice]:
+        """Of own elements, so that those of all ranks have `SLICE_BYTES`."""
+        each, width = self.own[1] - self.own[0], max(1, SLICE_BYTES // 4 // self.ranks)
+        return (slice(at, min(at + width, each)) for at in range(0, each, width))
 
 
 NORM_CHUNK = 2**22
@@ -112,28 +130,38 @@ class AdapterOptimizer:
         self._grads.zero_()
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
 
-    def whole_moment(self, name: str) -> Tensor:
-        """A moment of all elements of this rank's memory, flat fp32 [arena.size]. Collective.
+    def whole_moment(self, name: str) -> tuple[Tensor, Iterator[None]]:
+        """A moment of all elements of this rank's memory, flat fp32 [arena.size], and what fills it, a slice each time.
 
-        It is no copy where this rank steps all of them.
+        Collective; all ranks get as many slices. It is no copy where this rank steps all elements.
         """
-        if len(self.moments[name]) == len(self._weights):
-            return self.moments[name]
-        whole = torch.zeros_like(self._weights)
-        for there, mine in self._own_parts(whole, self.moments[name]):
-            there.copy_(mine)
-        self._gather(whole)
-        return whole
+        moment, alone = self.moments[name], len(self.moments[name]) == len(self._weights)
+        parts = dict(zip(self._own, moment.split([end - start for start, end in self._own]), strict=True))
+        whole = moment if alone else torch.empty_like(self._weights)
+        cuts = [] if alone else [(level, columns) for level in self._levels() for columns in level.slices()]
+        most = torch.tensor(len(cuts))
+        dist.all_reduce(most, dist.ReduceOp.MAX)  # pipeline stages have memory of several sizes
+
+        def filling() -> Iterator[None]:
+            for level, columns in cuts:
+                source = parts.get(level.own, whole[slice(*level.own)])[columns]
+                rows = whole[slice(*level.outer)].view(level.ranks, -1)[:, columns]
+                if level.group is None:
+                    rows[0] = source
+                else:
+                    room = torch.empty(rows.shape, device=rows.device)
+                    all_gather_single(room.view(-1), source, group=level.group)
+                    rows.copy_(room)
+                yield
+            yield from repeat(None, int(most) - len(cuts))
+
+        return whole, filling()
 
     def load_moment(self, name: str, whole: Tensor) -> None:
         """Set a moment; the inverse of `whole_moment`, but not collective."""
-        for there, mine in self._own_parts(whole, self.moments[name]):
-            mine.copy_(there)
-
-    def _own_parts(self, whole: Tensor, moment: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes = [end - start for start, end in self._own]
-        for (start, end), mine in zip(self._own, moment.split(sizes), strict=True):
-            yield whole[start:end], mine
+        own = self.moments[name].split([end - start for start, end in self._own])
+        for (start, end), mine in zip(self._own, own, strict=True):
+            mine.copy_(whole[start:end])
 
     def _reduce(self, denominator: float) -> float:
         """Leave the whole, divided gradient in the own elements; return its norm over the elements of all ranks."""
@@ -151,9 +179,16 @@ class AdapterOptimizer:
 
     def _gather(self, flat: Tensor) -> None:
         """Fill ``flat`` [arena.size], of which each rank has its own elements."""
+        for level in self._levels():
+            if level.group is not None:
+                all_gather_single(flat[slice(*level.outer)], flat[slice(*level.own)], group=level.group)
+
+    def _levels(self) -> Iterator[_Level]:
         for groups, bounds in self._classes:
             for group, (outer, own) in zip(reversed(groups), reversed(list(pairwise(bounds))), strict=True):
-                all_gather_single(flat[slice(*outer)], flat[slice(*own)], group=group)
+                yield _Level(group, outer, own)
+            if not groups:
+                yield _Level(None, bounds[-1], bounds[-1])
 
 
 SLICE_BYTES = 4 << 20
@@ -170,7 +205,10 @@ def copy_state(
 
     def copying() -> Iterator[None]:
         for part, values in parts.items():  # one moment is whole at a time
-            source = optimizer.whole_moment(part) if optimizer and part != WEIGHT else memory.weights
+            source = memory.weights
+            if optimizer and part != WEIGHT:
+                source, filling = optimizer.whole_moment(part)
+                yield from filling
             sections = memory.packer("float32").sections(source, shard, groups)
             for done in range(SLICE_BYTES, most + SLICE_BYTES, SLICE_BYTES):
                 for start, _, section in sections:

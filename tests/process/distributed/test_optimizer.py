@@ -55,6 +55,12 @@ def test_every_rank_has_the_weights_moments_and_norms_of_one(
         assert not rank["left"]
 
 
+def test_moments_are_whole_after_as_many_slices_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """As many as the largest memory has."""
+    most = -(-4 * case.make_memory().arena.size // case.SLICE_BYTES)
+    assert [rank["slices"] for rank in ranks] == [most] * case.WORLD
+
+
 def test_each_moment_is_held_once(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     for name, moment in alone["moments"].items():
         assert [rank["held"][name] for rank in ranks] == [len(moment) // case.WORLD] * case.WORLD
