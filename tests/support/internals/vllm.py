@@ -175,7 +175,10 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.logprobs",
         name="FlatLogprobs",
         members=("start_indices", "end_indices", "token_ids", "logprobs"),
-        calls=(("append_fast", ("token_ids", "logprobs", "ranks", "decoded_tokens")),),
+        calls=(
+            ("append_fast", ("token_ids", "logprobs", "ranks", "decoded_tokens")),
+            ("extend", ("logprobs_multi_positions",)),
+        ),
         why="objects of all ids that truncation leaves out would take 90 bytes each",
     ),
     Used(module="vllm.logprobs", members=("SampleLogprobs",), why="as FlatLogprobs"),

@@ -54,7 +54,7 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     if current_platform.is_cpu():
         import_classes(arguments.model)
     fork_engines()
-    FlatLogprobs.append_fast = append_kept
+    FlatLogprobs.append_fast, FlatLogprobs.extend = append_kept, extend_kept
     setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
     config = arguments.create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
@@ -74,6 +74,15 @@ def append_kept(
     self.token_ids.extend(token_ids[:n])
     self.logprobs.extend(logprobs[:n])
     self.end_indices.append(len(self.logprobs))
+
+
+def extend_kept(self: FlatLogprobs, following: FlatLogprobs) -> None:
+    """As a method of vLLM's flat log-probabilities, for parts of a stream that it joins."""
+    first = len(self.logprobs)
+    self.start_indices.extend(first + at for at in following.start_indices)
+    self.end_indices.extend(first + at for at in following.end_indices)
+    self.token_ids.extend(following.token_ids)
+    self.logprobs.extend(following.logprobs)
 
 
 def fork_engines() -> None:
