@@ -138,7 +138,7 @@ def test_causes_planted_in_a_mixture_have_their_parts(tmp_path: Path) -> None:
             {"server": False, "newer": True},
             {"server": False, "newer": True, "flips": flips},
         ]
-        return parts_of(*(torch.cat([logprobs(draw, **of) for draw in range(12)]) for of in policies))
+        return parts_of(*(torch.cat([logprobs(draw, **of) for draw in range(48)]) for of in policies))
 
     together = chain(*CAUSES)
     for cause in CAUSES:
