@@ -32,7 +32,7 @@ LINES = {
     "data": 810,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
     "distributed": 379,  # scatter
     "doctor": 1021,
-    "engine": 11015,  # structured outputs; remote servers, a store, differences; routes; kept ids; virtual stages
+    "engine": 11016,  # structured outputs; remote servers, a store, differences; routes; kept ids; virtual stages
     "families": 1429,  # FLOPs of passes; sizes of routes
     "launcher": 4669,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 472,  # loss, advantage

@@ -228,7 +228,8 @@ class Sampler:
                                 if n := next(ends, 0):  # that many tokens complete a stop string
                                     part.keep(n)
                                     part.finish_reason = "stop"
-                                    part.routes = self._generator.routes(request)
+                                    if not output.finished:  # else the engine has given them, and forgotten it
+                                        part.routes = self._generator.routes(request)
                                 part.text = text.take(part.finish_reason is not None)
                             done += part.token_ids
                             request.enough = part.finish_reason is not None

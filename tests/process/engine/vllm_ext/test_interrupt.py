@@ -355,6 +355,27 @@ def test_stop_strings_hold_across_a_cut(server: RunningServer, versions: Version
         versions.check(PROMPT, choice)
 
 
+def test_a_stop_string_may_end_with_the_last_token(server: RunningServer, versions: Versions) -> None:
+    """The engine has ended the sequence, too, and forgotten it."""
+    versions.publish()
+
+    async def run() -> tuple[Any, Any, str]:
+        async with aiohttp.ClientSession() as session:
+            for seed in range(40):
+                _, whole = await server.post(session, **body(seed=seed, max_tokens=8))
+                text = whole["choices"][0]["text"]
+                if (last := text[-2:]).isascii() and last.isprintable() and last not in text[:-1]:
+                    status, answer = await server.post(session, **body(seed=seed, max_tokens=8, stop=[last]))
+                    assert status == 200, answer
+                    return whole["choices"][0], answer["choices"][0], last
+        raise AssertionError("no answer ends with characters that it has once")
+
+    whole, stopped, last = asyncio.run(run())
+    assert (whole["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
+    assert stopped["token_ids"] == whole["token_ids"]
+    assert stopped["text"] == whole["text"].removesuffix(last)
+
+
 def test_a_client_that_leaves_during_the_switch_ends_its_request(server: RunningServer, versions: Versions) -> None:
     first = versions.publish()
 
