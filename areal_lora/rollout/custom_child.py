@@ -62,33 +62,29 @@ class WorkflowRun(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class SampleCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``conversation`` has the numbers of the conversation's group, if there is one, and of the conversation."""
+class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of a method of `CompletionClient`.
+
+    ``conversation`` has the numbers of the conversation's group, if there is one, and of the conversation.
+    """
 
     conversation: tuple[int, ...]
     ref: AdapterRef
-    request: CompletionRequest
     timeout_s: float
 
 
-class GivenAnswerCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The arguments of `CompletionClient.score`."""
+class SampleCall(ClientCall, frozen=True, kw_only=True, tag=True):
+    request: CompletionRequest
 
-    conversation: tuple[int, ...]
-    ref: AdapterRef
+
+class GivenAnswerCall(ClientCall, frozen=True, kw_only=True, tag=True):
     prompt_ids: list[int]
     answer_ids: list[int]
     temperature: float
-    timeout_s: float
 
 
-class ToolCallsCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The arguments of `CompletionClient.tool_calls`."""
-
-    conversation: tuple[int, ...]
-    ref: AdapterRef
+class ToolCallsCall(ClientCall, frozen=True, kw_only=True, tag=True):
     request: ToolCallsBody
-    timeout_s: float
 
 
 class ScoreCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -41,12 +41,12 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 463,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8044,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; kept versions
+    "rollout": 8040,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; kept versions
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3180,  # the time of scoring; reward models
     "trainer": 4042,  # parts of a batch, routes, flips, kept ids; which passes join; states copied between operations
-    "weight_sync": 5535,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
+    "weight_sync": 5537,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

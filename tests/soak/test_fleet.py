@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.sizes import NIGHTLY, size
+from tests.support.sizes import size
 from tests.support.weight_sync import processes as ps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,8 +19,6 @@ SERVERS, MOST, PUBLISHES = size(6, 32), size(3, 8), size(10, 100)
 JOIN, LEAVE, DEATH = 0.2, 0.1, size(5, 1) / 100  # a publish; the last for each server
 
 
-# A relay that dies at some moments takes its members out of the publish, too (seed 632456): they are live.
-@pytest.mark.skipif(not NIGHTLY, reason="random deaths; make test-all")
 def test_no_version_is_lost_and_none_is_foreign() -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")

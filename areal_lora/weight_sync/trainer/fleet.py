@@ -314,9 +314,11 @@ class Fleet:
         def score(server: ServerEndpoint) -> ProbeResult:
             line = self._lines[server]
             base = line.score_base(expected, _left_s(deadline))
+            served: list[list[float]] | None = None
             if server in relayed:
-                served = relayed[server].result(_left_s(deadline)).logprobs
-            else:
+                with contextlib.suppress(PublishError):  # a relay that died: its servers may be well
+                    served = relayed[server].result(_left_s(deadline)).logprobs
+            if served is None:
                 served = line.client.score(str(ref), expected.token_ids, _left_s(deadline))
             known = line.served_logprobs.setdefault(repr(expected.token_ids), {})
             before = None if expected.parent is None else known.get(expected.parent)

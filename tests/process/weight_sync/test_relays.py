@@ -71,3 +71,22 @@ def test_a_relay_that_dies_loses_no_version(tree: ps.Tree) -> None:
     assert report.attempts == 2
     assert tree.groups() == [(None, ps.names(0, 1)), ("server-1", ps.names(3, 5))]
     assert tree.end(tree.begin()).attempts == 1
+
+
+def test_a_relay_that_dies_before_the_probe_costs_its_servers_nothing(
+    tree: ps.Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, relay = tree.leader._fleet.probe, tree.servers["server-1"].process
+
+    def after_a_death(*args):
+        relay.kill()
+        relay.join(60)
+        return probe(*args)
+
+    monkeypatch.setattr(tree.leader._fleet, "probe", after_a_death)
+    report = tree.end(tree.begin(), dead={"server-1"})
+    monkeypatch.undo()
+    del tree.endpoints["server-1"]
+    assert list(report.lost) == ["server-1"]
+    assert {s.name for s in report.servers} == set(tree.endpoints)
+    assert tree.end(tree.begin()).lost == {}

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpretedFunction
-from vllm import envs
 from vllm.lora.layers.utils import LoRAMapping
 from vllm.lora.model_manager import AdapterLRUCache
 from vllm.lora.ops.triton_ops import fused_moe_lora_op, lora_expand_op, lora_shrink_op, utils
@@ -386,8 +385,7 @@ def dependent_launch() -> Errors:
 
     quiet = {"gdc_wait": lambda **_: None, "gdc_launch_dependents": lambda **_: None}
     yes = {"supports_pdl": lambda *_: True}
-    dual = SimpleNamespace(**{name: getattr(envs, name) for name in ("VLLM_LORA_DISABLE_PDL",) if hasattr(envs, name)})
-    dual.VLLM_LORA_ENABLE_DUAL_STREAM = True
+    dual = SimpleNamespace(VLLM_LORA_ENABLE_DUAL_STREAM=True)
     with patched(cuda, **quiet), patched(lora_expand_op, **yes, envs=dual), patched(lora_shrink_op, **yes, envs=dual):
         return tiled(lambda: dense(1, "bfloat16", 24))
 
