@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -137,10 +138,11 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.support.sizes import seed
 
     seed()  # kept for the lanes of this run
-    session()  # shared by them
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # where engines of killed servers leave their sockets
-        os.environ["VLLM_RPC_BASE_PATH"] = folder = tempfile.mkdtemp(prefix="vllm-sockets-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # killed processes leave sockets and files
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # keeps those of three runs
+        os.environ["TMPDIR"] = tempfile.tempdir = folder = tempfile.mkdtemp(prefix="areal-lora-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after that of the forks
+    session()  # shared by the lanes
 
 
 def pytest_report_header() -> str:
