@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from areal_lora.distributed.store import Await, CurveStore, KeyTable, StoreCall, StoreServer
@@ -67,8 +68,14 @@ def script(store):
         run("wait", ["z"], timedelta(seconds=0.05)),
         run("delete_key", "p"),
         run("delete_key", "p"),
+        run("append", "a", "!"),
+        run("append", "new", b"\xff"),
+        run("multi_set", ["q", "r"], [b"\x00\xff", b"4"]),
+        run("multi_get", ["a", "new", "q", "r"]),
+        run("has_extended_api"),
         run("set_timeout", timedelta(seconds=0.05)),
         run("get", "z"),
+        run("multi_get", ["a", "z"]),
     ]
 
 
@@ -86,8 +93,40 @@ def test_it_answers_as_torchs_own(server):
         )
     with client(server) as store:
         assert script(dist.PrefixStore("x", store)) == script(dist.PrefixStore("x", own))
-        assert store.num_keys() == 5  # k, n, c, a, q
-        assert dist.PrefixStore("y", store).clone().num_keys() == 5
+        assert store.num_keys() == 7  # k, n, c, a, q, new, r
+        assert dist.PrefixStore("y", store).clone().num_keys() == 7
+
+
+@pytest.mark.parametrize("size", [3, 9])
+def test_requests_of_a_gloo_group_grow_with_its_ranks(server, monkeypatch, size):
+    """Not with their pairs: a large group would form slowly."""
+    requests, handle = [], KeyTable.handle
+    monkeypatch.setattr(
+        KeyTable, "handle", lambda table, sender, request: (requests.append(request), handle(table, sender, request))
+    )
+
+    def join(rank):
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = timedelta(seconds=WAIT_S), 1
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        with client(server) as store:
+            group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, size, options)
+            group.broadcast([mine := torch.tensor([rank])]).wait()
+            return int(mine)
+
+    with ThreadPoolExecutor(size) as threads:
+        assert list(threads.map(join, range(size))) == [0] * size
+    requests = [each for each in requests if each != StoreCall("num_keys")]  # of the constructors
+    assert len(requests) <= 2 * size
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("append", ("k", "v")), ("multi_set", (["j", "k"], ["u", "v"]))])
+def test_a_wait_ends_with_what_sets_its_key(server, method, arguments):
+    with client(server) as store, ThreadPoolExecutor(1) as threads:
+        value = threads.submit(store.get, "k")
+        wait_until(lambda: "k" in server._table._waiting)
+        getattr(store, method)(*arguments)
+        assert value.result(WAIT_S) == b"v"
 
 
 def test_waits_of_several_threads_do_not_hold_each_other_up(server):
