@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import psutil
 from machine import require_idle
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from areal_lora.launcher.simulation.cost_model import CostModel
 from areal_lora.weight_sync.link.relays import MOST, REQUEST_S, RelayGroup, form_s

@@ -22,6 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 SEQUENCES, NEW_TOKENS, ROUNDS, QUICK_ROUNDS = 64, 64, 15, 3
 NO_LORA, MERGED, BASE, UNMERGED = VARIANTS = ("engine without LoRA", "merged", "base request", "adapter request")

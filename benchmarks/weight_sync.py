@@ -41,6 +41,8 @@ from rich.console import Console
 from rich.table import Table
 from sync_case import SOCKETS, Case, Tensors
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef

@@ -68,3 +68,12 @@ def test_what_tests_share_is_defined_once(name):
         if name in path.read_text(encoding="utf-8") and any(name in defined(node) for node in parsed(path).body)
     ]
     assert len(places) == 1, places
+
+
+def test_a_benchmark_finds_the_tests_support():
+    """Run as its docstring shows it, it has its own folder on the path, not the repository's root."""
+    finds = re.compile(r"sys\.path\.insert|^from rollout_side import|``python -m benchmarks\.", re.MULTILINE)
+    scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    needing = {path: text for path, text in scripts.items() if "from tests." in text}
+    assert needing
+    assert [path.name for path, text in needing.items() if not finds.search(text.partition("from tests.")[0])] == []
