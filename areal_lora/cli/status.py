@@ -23,7 +23,7 @@ from areal_lora.cli.find_run import Run, aligned, is_free, local_processes, open
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.job_query import look as look_up
-from areal_lora.launcher.slurm.job_query import lost_nodes, placement
+from areal_lora.launcher.slurm.job_query import lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Holder, holder
 from areal_lora.network.addresses import look as interfaces
@@ -214,9 +214,7 @@ def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[
 
 def _job(folder: RunFolder) -> JobStatus | None:
     """The job that was submitted for the folder; None before."""
-    try:
-        number = folder.job_id.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+    if (number := submitted_job(folder)) is None:
         return None
     record = look_up(number)
     text = explain(record)

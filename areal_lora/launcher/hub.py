@@ -37,12 +37,10 @@ class HubDownload:
     nbytes: int
 
 
-def resolve(
-    config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool
-) -> tuple[Config, HubDownload | None]:
+def resolve(config: Config, earlier: ModelConfig | None, *, online: bool) -> tuple[Config, HubDownload | None]:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start.
 
-    ``recorded`` gives the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
+    ``earlier`` is the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
     requested: a hub name without a snapshot in the cache stays without a folder. Raises ConfigError for what is neither
     a folder nor a hub model, and EnvironmentError_ where the hub would have to be contacted and cannot be.
     """
@@ -54,7 +52,7 @@ def resolve(
     if not is_hub_name(model.path):
         reason = f"there is no folder {model.path!r}, and it is not a hub name"
         raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
-    earlier, revision = recorded(), model.revision
+    revision = model.revision
     if earlier is not None and earlier.commit and (earlier.path, earlier.revision) == (model.path, model.revision):
         revision = earlier.commit
     folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)

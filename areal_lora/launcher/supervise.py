@@ -134,7 +134,6 @@ class Supervisor:
         kill_sessions({e.pid for e in ended})
 
     def ask_stacks(self) -> int:
-        """Request the stacks of every process; returns how many will write them."""
         return sum(stacks.request(process.pid) for process in self._descendants())
 
     def running(self) -> list[ProcessSpec]:
@@ -178,13 +177,10 @@ class Supervisor:
 
     def _descendants(self) -> list[psutil.Process]:
         """Living processes below this one that came after the supervisor, its guardian aside."""
-        watcher = self._guardian.pid if self._guardian else None
-        alive = []
-        for process in psutil.Process().children(recursive=True):
-            if process in self._not_ours or process.pid == watcher:
-                continue
+        watcher, alive = self._guardian.pid if self._guardian else None, []
+        for process in set(psutil.Process().children(recursive=True)) - self._not_ours:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.pid != watcher and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
 
