@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from uuid import uuid4
 
 import psutil
@@ -195,6 +196,16 @@ class Supervisor:
 def kill_sessions(leaders: set[int]) -> None:
     """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader has ended."""
     guardian.signal_all(guardian.members_of(leaders), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def handled(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Have ``handler`` handle the signal ``number`` in the block."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 class Interrupts:
