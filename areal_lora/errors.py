@@ -83,14 +83,10 @@ class ConfigErrors(ArealLoraError):
 
 
 class EnvironmentError_(ArealLoraError):
-    """A requirement of the run is not installed or not reachable on this machine."""
-
     exit_code = ExitCode.MISSING
 
 
 class AdapterError(ArealLoraError):
-    """An adapter does not match its declaration."""
-
     exit_code = ExitCode.CONTRADICTION
 
 
@@ -136,38 +132,26 @@ class ManifestError(AdapterError):
 
 
 class PublishError(ArealLoraError):
-    """A publish could not be completed on at least one server."""
-
     exit_code = ExitCode.TEMPORARY
 
 
 class ParityError(ArealLoraError):
-    """Trainer and server score the probe differently, or the server still equals the base."""
-
     exit_code = ExitCode.CONTRADICTION
 
 
 class AlignmentError(ArealLoraError):
-    """Per-token arrays of a batch are not aligned."""
-
     exit_code = ExitCode.CONTRADICTION
 
 
 class NonFiniteError(ArealLoraError):
-    """Several training steps in a row had gradients that are not finite: the run no longer learns."""
-
     exit_code = ExitCode.CONTRADICTION
 
 
 class StalenessError(ArealLoraError):
-    """A sample older than ``max_staleness`` reached the trainer."""
-
     exit_code = ExitCode.CONTRADICTION
 
 
 class RolloutError(ArealLoraError):
-    """The rollout plane (controller or server) answered with an error."""
-
     exit_code = ExitCode.TEMPORARY
 
 
@@ -180,26 +164,18 @@ class AdapterRolloutError(RolloutError):
 
 
 class UserCodeError(RolloutError):
-    """User code fails by itself: every retry and every restart would fail alike."""
-
     exit_code = ExitCode.WRONG_INPUT
 
 
 class CheckpointError(ArealLoraError):
-    """Checkpoints cannot be written, or no existing checkpoint can be read."""
-
     exit_code = ExitCode.DISK
 
 
 class RecordError(ArealLoraError):
-    """A record of the run cannot be written."""
-
     exit_code = ExitCode.DISK
 
 
 class ProcessFailed(ArealLoraError):
-    """A supervised process ended unexpectedly."""
-
     exit_code = ExitCode.COMPONENT_FAILED
 
 

@@ -125,17 +125,11 @@ def figures_of(folder: RunFolder, config: Config, adapter: str | None) -> Figure
 
     Raises ConfigError where the run has no such adapter.
     """
-    metrics = read_metrics(folder)
-    if len(config.adapters) == 1:
-        adapter_named(config, adapter)
-        return figures(metrics.steps, metrics.evals)
-    found: Figures = {}
-    for one in [adapter_named(config, adapter)] if adapter else config.adapters:
-        mine = figures(
-            [step for step in metrics.steps if step.adapter == one.name],
-            [record for record in metrics.evals if record.adapter == one.name],
-        )
-        found |= mine if adapter else {f"{one.name}: {name}": value for name, value in mine.items()}
+    metrics, found, only = read_metrics(folder), Figures(), len(config.adapters) == 1
+    for one in [adapter_named(config, adapter)] if adapter or only else config.adapters:
+        steps = [step for step in metrics.steps if only or step.adapter == one.name]
+        mine = figures(steps, [record for record in metrics.evals if only or record.adapter == one.name])
+        found |= mine if adapter or only else {f"{one.name}: {name}": value for name, value in mine.items()}
     return found
 
 

@@ -24,6 +24,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
+from areal_lora.launcher.supervise import handled
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets
@@ -178,7 +179,8 @@ def served(
     picked = [pick_version(folder, config, version, adapter.name) for version in versions]
     chosen = list({version.ref: version for version in picked}.values())
     port = free_port(port)
-    with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, _ended_by_term():
+    ctrl_c = handled(signal.SIGTERM, signal.default_int_handler)  # SIGTERM leaves no more behind than Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, ctrl_c:
         log = Path(temporary) / "server.log"
         for version in chosen:
             version.export(Path(temporary) / str(version.ref))
@@ -239,20 +241,6 @@ def _failed(what: str, log: Path) -> ProcessFailed:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
     return ProcessFailed(f"the server {what}; its last lines are above")
-
-
-@contextlib.contextmanager
-def _ended_by_term() -> Iterator[None]:
-    """Within the block SIGTERM ends the process like Ctrl-C, so that nothing remains."""
-
-    def end(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass

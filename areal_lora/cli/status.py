@@ -23,7 +23,7 @@ from areal_lora.cli.find_run import Run, aligned, is_free, local_processes, open
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.job_query import look as look_up
-from areal_lora.launcher.slurm.job_query import lost_nodes, placement
+from areal_lora.launcher.slurm.job_query import lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Holder, holder
 from areal_lora.network.addresses import look as interfaces
@@ -36,7 +36,7 @@ from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.run_folder.events import EndEvent, StartEvent, count_restarts, last_end, read_events
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint
+from areal_lora.run_folder.rendezvous import read_endpoint
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
 
@@ -214,9 +214,7 @@ def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[
 
 def _job(folder: RunFolder) -> JobStatus | None:
     """The job that was submitted for the folder; None before."""
-    try:
-        number = folder.job_id.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+    if (number := submitted_job(folder)) is None:
         return None
     record = look_up(number)
     text = explain(record)
@@ -269,11 +267,13 @@ def _processes(
     nodes = placement(folder) if job else {}
     lost = lost_nodes(set(nodes.values())) if job and job.phase == Phase.RUNNING else set()
     over = job is not None and job.phase in (Phase.OVER, Phase.WAITING)
+    own = {str(address) for one in interfaces() for address in one.addresses}
     for name in names:
         (role, _, index), endpoint = name.rpartition("-"), None
         with contextlib.suppress(OSError, ValueError):
             endpoint = read_endpoint(folder, role, int(index))
-        elsewhere, node = _elsewhere(endpoint), nodes.get(name)
+        node = nodes.get(name)
+        elsewhere = endpoint is not None and not endpoint.host.startswith("127.") and endpoint.host not in own
         # Another machine's cannot be seen from here.
         unseen = not over and node not in lost and (config.cluster.kind == "slurm" or elsewhere)
         node_name = os.uname().nodename if name in here or endpoint else ""
@@ -286,12 +286,6 @@ def _processes(
             beat_s=_age_s(folder.heartbeat(name)),
             doing=doing.get(name, ""),
         )
-
-
-def _elsewhere(endpoint: Endpoint | None) -> bool:
-    if endpoint is None or endpoint.host.startswith("127."):
-        return False
-    return endpoint.host not in {str(address) for one in interfaces() for address in one.addresses}
 
 
 def _view(folder: RunFolder, config: Config) -> RunView:

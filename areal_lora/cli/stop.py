@@ -14,7 +14,7 @@ import typer
 from areal_lora.cli.find_run import Run, find_run, local_processes
 from areal_lora.config.recorded import read_config_here
 from areal_lora.errors import ConfigError, ProcessFailed
-from areal_lora.launcher.slurm.job_query import cancel, look
+from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
@@ -104,10 +104,8 @@ def _wait_until_over(works: Callable[[], object], left: Callable[[], str], most_
 
 def stop_job(folder: RunFolder, now: bool) -> None:
     """Cancel the job of the folder and wait until Slurm reports its end."""
-    try:
-        number = folder.job_id.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        raise ConfigError(str(folder.job_id), "no job was submitted for this run folder", "nothing to stop") from None
+    if (number := submitted_job(folder)) is None:
+        raise ConfigError(str(folder.job_id), "no job was submitted for this run folder", "nothing to stop")
     text = explain(look(number))
     if text.phase is Phase.OVER:
         print(f"Job {number} is over: {text.what}.")

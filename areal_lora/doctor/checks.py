@@ -132,12 +132,8 @@ SLOW_FSYNC_S = 1.0
 SLOW_GBIT_S = 0.5
 
 
-def check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> list[DoctorFinding]:
+def check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> Iterator[DoctorFinding]:
     """All findings, in the order of the page. ``need_bytes`` is the disk space that checkpoints of the run take."""
-    return list(_check_all(config, facts, need_bytes))
-
-
-def _check_all(config: Config, facts: DoctorFacts, need_bytes: int) -> Iterator[DoctorFinding]:
     for host in facts.missing_nodes:
         fix = f"srun --nodelist={host} true shows why; exclude the node with --exclude in cluster.slurm.extra"
         yield from found("node", host, "", "it did not answer", fix)

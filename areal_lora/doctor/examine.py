@@ -14,7 +14,6 @@ import msgspec
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
-from areal_lora.doctor import node as node_module
 from areal_lora.doctor import probes
 from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
@@ -38,8 +37,9 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
         folder = probes.probe_folder(config.run.root)
     with _workplace(config.run.root, folder, keep, report) as place:
         if place is not None:
-            (place / node_module.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
-        hosts = allocated_hosts()
+            (place / probes.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
+        # Of the Slurm allocation that this process runs in; none outside of one.
+        hosts = expanded(os.environ.get("SLURM_JOB_NODELIST", "")) if shutil.which("srun") else []
         with step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
             nodes = _nodes(config, folder, place, hosts)
         speeds: list[probes.BandwidthFacts] = []
@@ -59,7 +59,7 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
         bandwidth=speeds,
         canary=flown,
     )
-    return check_all(config, facts, needed_bytes(config))
+    return list(check_all(config, facts, needed_bytes(config)))
 
 
 def needed_bytes(config: Config) -> int:
@@ -71,14 +71,6 @@ def needed_bytes(config: Config) -> int:
     keep = config.checkpoint.keep_last + 2  # the best and one in progress
     files = sum(4 * adapter_size(shape, adapter.spec("")).file_parameters for adapter in config.adapters)
     return LOGS_BYTES + files * (STATES_OF_A_CHECKPOINT * keep + 1)
-
-
-def allocated_hosts() -> list[str]:
-    """Nodes of the Slurm allocation that this process runs in; empty outside of one."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-    if not nodes or shutil.which("srun") is None:
-        return []
-    return expanded(nodes)
 
 
 @contextlib.contextmanager
@@ -112,7 +104,7 @@ def _nodes(config: Config, folder: probes.FolderFacts, place: Path | None, hosts
     if not hosts or place is None:
         return [probes.probe_node(config, folder, place)]
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    module = [sys.executable, "-m", node_module.__name__, "--folder", str(place)]
+    module = [sys.executable, "-m", probes.__name__, "--folder", str(place)]
     with contextlib.suppress(probes.NoAnswer):  # a node whose file is missing is a finding
         probes.answer_of([*command, *module], NODE_S, OMP_NUM_THREADS="1")
     return [msgspec.json.decode(path.read_bytes(), type=probes.NodeFacts) for path in sorted(place.glob("node-*.json"))]
@@ -123,7 +115,7 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     assert place is not None
     world = max(2, len(hosts))
     python = probes.interpreters(config)["trainer"]
-    module = [python, "-m", node_module.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
+    module = [python, "-m", probes.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
     commands = [[*module, "--rank", str(rank)] for rank in range(world)]
     if len(hosts) > 1:
         srun = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]

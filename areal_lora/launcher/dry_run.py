@@ -5,7 +5,7 @@ of ``--explain-resume``. Reads the run folder; starts and changes nothing.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,9 +33,7 @@ from areal_lora.weight_sync.link.relays import MOST, form_s, relay_tree, workers
 from areal_lora.weight_sync.messages import ServerEndpoint
 
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
-_SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
-_KV = (LEAST_KV, "KV cache")
-_PLANES = ("data", "admin")
+_SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:"}
 SMALL = 4 * GIB
 """Below this many bytes of a process parts are printed in MiB."""
 
@@ -122,19 +120,20 @@ def _runs(specs: list[ProcessSpec]) -> str:
 
 def _memory(plan: JobPlan) -> Table:
     """Estimates of the largest trainer rank, of a server replica and of the controller: part by part."""
-    of_role = {role: [m for m in plan.memory.processes if m.role == role] for role in _SHORT}
-    kinds = [max(of_role[role], key=lambda m: m.device + m.host) for role in ("trainer", "rollout", "controller")]
+    kinds = [
+        max((m for m in plan.memory.processes if m.role == role), key=lambda m: m.device + m.host) for role in _SHORT
+    ]
     names = list(dict.fromkeys(part.name for m in kinds for part in m.parts))
     columns = [(m, where) for m in kinds for where in ("device", "host") if getattr(m, where)]
     titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
     small = max(getattr(m, where) for m, where in columns) < SMALL
-    unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
+    unit, size, digits = ("MiB", 2**20, 0) if small else ("GiB", GIB, 2)
     rows = []
     for name in names:
         values = [sum(getattr(p, where) for p in m.parts if p.name == name) for m, where in columns]
         if any(values):
-            rows.append((name, *(f"{value / size:.{0 if small else 2}f}" if value else "" for value in values)))
-    rows.append(("all", *(f"{getattr(m, where) / size:.{0 if small else 2}f}" for m, where in columns)))
+            rows.append((name, *(f"{value / size:.{digits}f}" if value else "" for value in values)))
+    rows.append(("all", *(f"{getattr(m, where) / size:.{digits}f}" for m, where in columns)))
     title = f"Memory, estimated, in {unit} of one device and of the host"
     table = make_table(title, ("part", *titles), rows, right=titles)
     table.columns[0].no_wrap = True
@@ -169,12 +168,8 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
 def _groups(config: Config, plan: JobPlan) -> str:
     """Number, members and formation of the broadcast groups."""
     sources, tp = source_ranks(config, plan.shape), config.rollout.tp
-    tree = relay_tree(
-        [
-            ServerEndpoint(name=spec.name, host=f"node {spec.node}", admin_port=0, data_port=0, workers=tp)
-            for spec in plan.role(SERVER)
-        ]
-    )
+    places = [(spec.name, f"node {spec.node}") for spec in plan.role(SERVER)]
+    tree = relay_tree([ServerEndpoint(name=n, host=h, admin_port=0, data_port=0, workers=tp) for n, h in places])
     members = 1 + max(map(workers_of, tree))
     which = f"{sources} of {members} members, a trainer rank that owns tensors and all workers"
     touched = ""
@@ -199,7 +194,7 @@ def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
         yield "KV cache: unknown; set cluster.device_memory_gib to the memory of one device"
         return
     else:
-        bytes_ = int(config.rollout.gpu_memory_utilization * limit) - _fixed(plan)
+        bytes_ = int(config.rollout.gpu_memory_utilization * limit) - _before_kv(plan)
     tokens, longest = max(0, bytes_) // per_token, config.rollout.max_model_len
     yield (
         f"KV cache of a replica: {tokens:,} tokens, {tokens // longest:,} sequences of {longest} "
@@ -207,9 +202,10 @@ def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     )
 
 
-def _fixed(plan: JobPlan) -> int:
+def _before_kv(plan: JobPlan) -> int:
     """Bytes of a server's device besides the KV cache."""
-    return sum(p.device for m in plan.memory.processes if m.role == "rollout" for p in m.parts if p.name not in _KV)
+    parts = [part for m in plan.memory.processes if m.role == "rollout" for part in m.parts]
+    return sum(part.device for part in parts if part.name not in (LEAST_KV, "KV cache"))
 
 
 def _first_to_run_out(config: Config, plan: JobPlan) -> str:
@@ -221,7 +217,7 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
         share = config.rollout.gpu_memory_utilization * limit
         left = limit - share if config.cluster.share_devices else limit
         found.append(("device memory of a trainer rank", rank, left))
-        found.append(("device memory of a server before its KV cache", _fixed(plan), share))
+        found.append(("device memory of a server before its KV cache", _before_kv(plan), share))
     host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
     most = max(plan.memory.host_of(node) for node in range(plan.nodes))
     if host is not None:
@@ -266,35 +262,23 @@ def _processes(plan: JobPlan) -> Table:
     return make_table("Processes", columns, rows, right=("node", "threads"))
 
 
-class RankCoordinates(NamedTuple):
-    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then cp, dp, pp)."""
+def rank_coordinates(config: Config) -> Iterator[dict[str, int]]:
+    """Position of each trainer rank in the parallel layout, in Megatron's order ``tp-cp-ep-dp-pp``, tp fastest.
 
-    rank: int
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    ep: int
-    etp: int
-
-
-def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
-    """Megatron's ``tp-cp-ep-dp-pp`` order; attention and expert layouts share only the pipeline stage."""
+    Attention and expert layouts share only the pipeline stage.
+    """
     t = config.trainer
-    stage = t.world_size // t.pp
-    within = rank % stage
-    ep, etp = within // t.etp % t.ep, within % t.etp
-    cp, dp = within // t.tp % t.cp, within // (t.tp * t.cp)
-    return RankCoordinates(rank, tp=within % t.tp, cp=cp, pp=rank // stage, dp=dp, ep=ep, etp=etp)
+    for rank in range(t.world_size):
+        pp, within = divmod(rank, t.world_size // t.pp)
+        cp, dp = within // t.tp % t.cp, within // (t.tp * t.cp)
+        ep, etp = within // t.etp % t.ep, within % t.etp
+        yield {"rank": rank, "tp": within % t.tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
 
 
 def _ranks(config: Config) -> Table:
-    t = config.trainer
-    columns = RankCoordinates._fields
-    rows = [[str(n) for n in rank_coordinates(config, rank)] for rank in range(t.world_size)]
-    return make_table(
-        f"Trainer ranks (tp {t.tp}, cp {t.cp}, pp {t.pp}, ep {t.ep}, etp {t.etp})", columns, rows, right=columns
-    )
+    t, rows = config.trainer, list(rank_coordinates(config))
+    title = f"Trainer ranks (tp {t.tp}, cp {t.cp}, pp {t.pp}, ep {t.ep}, etp {t.etp})"
+    return make_table(title, [*rows[0]], [[str(n) for n in row.values()] for row in rows], right=[*rows[0]])
 
 
 def ports(config: Config) -> list[tuple[str, str, str, str]]:
@@ -308,8 +292,8 @@ def ports(config: Config) -> list[tuple[str, str, str, str]]:
     found += [(f"{PAGE}-0", "page", "127.0.0.1", chosen)] * config.run.page
     if (remote := config.rollout.remote) is not None:
         found.append((f"{REMOTE}-0", "remote", remote.host, str(remote.port or chosen)))
-    planes = [(f"{SERVER}-{i}", plane, host, chosen) for i in range(config.rollout.servers) for plane in _PLANES]
-    return found + planes
+    servers = range(config.rollout.servers)
+    return found + [(f"{SERVER}-{i}", plane, host, chosen) for i in servers for plane in ("data", "admin")]
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:

@@ -22,6 +22,7 @@ from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, missing_files, wanted
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.families.registry import is_hub_name
+from areal_lora.launcher.supervise import handled
 from areal_lora.obs.console import duration, human_bytes
 
 ANSWER_S = 10.0
@@ -37,12 +38,10 @@ class HubDownload:
     nbytes: int
 
 
-def resolve(
-    config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool
-) -> tuple[Config, HubDownload | None]:
+def resolve(config: Config, earlier: ModelConfig | None, *, online: bool) -> tuple[Config, HubDownload | None]:
     """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start.
 
-    ``recorded`` gives the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
+    ``earlier`` is the model of the run that is resumed, if there is one. Offline (``--dry-run``) nothing is
     requested: a hub name without a snapshot in the cache stays without a folder. Raises ConfigError for what is neither
     a folder nor a hub model, and EnvironmentError_ where the hub would have to be contacted and cannot be.
     """
@@ -54,7 +53,7 @@ def resolve(
     if not is_hub_name(model.path):
         reason = f"there is no folder {model.path!r}, and it is not a hub name"
         raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
-    earlier, revision = recorded(), model.revision
+    revision = model.revision
     if earlier is not None and earlier.commit and (earlier.path, earlier.revision) == (model.path, model.revision):
         revision = earlier.commit
     folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)
@@ -100,7 +99,8 @@ def download(plan: HubDownload, report: Callable[[str], None]) -> None:
         f"into {plan.folder}"
     )
     started_s, quiet = time.monotonic(), nullcontext() if sys.stderr.isatty() else _quiet()
-    with _hub(plan.name, plan.folder.name, ", ".join(plan.files)), _ends_at_once(), quiet:
+    ctrl_c = handled(signal.SIGINT, _end_at_once)
+    with _hub(plan.name, plan.folder.name, ", ".join(plan.files)), ctrl_c, quiet:
         snapshot_download(plan.name, revision=plan.folder.name, allow_patterns=list(plan.files))
     if lacks := missing_files(plan.folder):
         raise EnvironmentError_(f"model.path: {plan.name} as downloaded lacks {', '.join(lacks)} ({plan.folder})")
@@ -117,19 +117,10 @@ def _quiet() -> Iterator[None]:
         enable_progress_bars()
 
 
-@contextmanager
-def _ends_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process: the threads that download cannot be interrupted, and exiting waits for them."""
-
-    def end(number: int, frame: object) -> None:
-        print("Interrupted; the same command downloads the rest.", flush=True)
-        os._exit(ExitCode.INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _end_at_once(number: int, frame: object) -> None:
+    """End the process: the threads that download cannot be interrupted, and exiting waits for them."""
+    print("Interrupted; the same command downloads the rest.", flush=True)
+    os._exit(ExitCode.INTERRUPTED)
 
 
 @contextmanager

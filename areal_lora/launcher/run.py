@@ -17,7 +17,7 @@ from areal_lora.launcher.hub import HubDownload, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
-from areal_lora.launcher.start import RunStart, check_packages, prompt_findings, recorded_model
+from areal_lora.launcher.start import RunStart, check_packages, previous_run, prompt_findings, with_absolute_root
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.sweep import Sweep, launched, print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
@@ -54,7 +54,8 @@ def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> i
 def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
     """Find the model, check and plan; warnings go to ``err``. Offline unless ``starts``. Raises ConfigErrors."""
     here = starts and config.cluster.kind == "local"
-    config, needed = resolve(config, lambda: None if fresh else recorded_model(config), online=starts)
+    previous = None if fresh else previous_run(with_absolute_root(config).run_folder)
+    config, needed = resolve(config, previous.config.model if previous else None, online=starts)
     facts = gather_facts(config, runs_here=here)
     if here:
         check_packages(config)

@@ -29,7 +29,6 @@ from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.plan import SERVER, spare_server
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts
 from areal_lora.launcher.slurm import job_query
-from areal_lora.launcher.slurm.job_query import look as look_up
 from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_script
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.start import Owner, holder
@@ -61,11 +60,9 @@ def note_process(run_folder: RunFolder) -> Path:
 
 def starts(run_folder: RunFolder) -> Iterator[tuple[Path, str | Owner]]:
     """The file of each start that was noted, with its Slurm job or process."""
-    for path in sorted(run_folder.spares.glob(f"{JOB}-*")):
-        yield path, path.name.partition("-")[2]
-    for path in sorted(run_folder.spares.glob(f"{LOCAL}-*")):
-        if (owner := Owner.of(path)) is not None:
-            yield path, owner
+    for path in sorted([*run_folder.spares.glob(f"{JOB}-*"), *run_folder.spares.glob(f"{LOCAL}-*")]):
+        if start := path.name.removeprefix(f"{JOB}-") if path.name.startswith(JOB) else Owner.of(path):
+            yield path, start
 
 
 class Going(Enum):
@@ -91,19 +88,18 @@ def run_state(config: Config, folder: RunFolder) -> RunState:
     session, secret_ns = current.session, current.secret.stat().st_mtime_ns if current.secret.exists() else 0
     if config.cluster.kind == "local":
         return RunState(going=Going.GOING if holder(folder) else Going.OVER, session=session, secret_ns=secret_ns)
-    job = folder.job_id.read_text(encoding="ascii").strip() if folder.job_id.exists() else ""
-    going = job_going(look_up(job)) if job else Going.OVER
+    job = job_query.submitted_job(folder)
+    going = Going.OVER if job is None else job_going(job_query.look(job))
     return RunState(going=going, session=session, secret_ns=secret_ns)
 
 
 def job_going(job: JobRecord) -> Going:
     """Whether the run of ``job`` is in progress. It is, while Slurm does not answer."""
     phase = explain(job).phase
-    if phase is Phase.UNKNOWN:
-        return Going.OVER if job.forgotten else Going.GOING
-    if phase is Phase.OVER:
+    if phase is Phase.OVER or job.forgotten:
         return Going.OVER
-    return Going.GOING if phase is Phase.RUNNING and job.state not in HELD else Going.WAITING
+    works = phase is Phase.UNKNOWN or (phase is Phase.RUNNING and job.state not in HELD)
+    return Going.GOING if works else Going.WAITING
 
 
 def run_spares(

@@ -25,12 +25,12 @@ import msgspec
 import psutil
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.config.models import AdapterConfig, Config, ModelConfig
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
 from areal_lora.config.rules.findings import Finding, warning
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.launcher.slurm.job_query import look
+from areal_lora.launcher.slurm.job_query import look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.launcher.sweep import Sweep, record_sweep
 from areal_lora.obs.report.summary import read_summary
@@ -218,12 +218,6 @@ def previous_run(folder: RunFolder) -> PreviousRun | None:
     return PreviousRun(config=config, steps=steps, versions=versions)
 
 
-def recorded_model(config: Config) -> ModelConfig | None:
-    """The base model of the run that ``config`` would resume; None where there is none."""
-    previous = previous_run(with_absolute_root(config).run_folder)
-    return previous.config.model if previous else None
-
-
 def with_absolute_root(config: Config) -> Config:
     """Processes may have another working folder than the launcher."""
     return config.model_copy(update={"run": config.run.model_copy(update={"root": config.run.root.absolute()})})
@@ -296,9 +290,7 @@ def _holds_run(folder: RunFolder) -> bool:
 
 def check_no_job(folder: RunFolder) -> None:
     """Raise ConfigError where the Slurm job that was submitted for ``folder`` waits or runs, or may do so."""
-    try:
-        job = folder.job_id.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+    if (job := submitted_job(folder)) is None:
         return
     record = look(job)
     if is_active(record):

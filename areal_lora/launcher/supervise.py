@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from uuid import uuid4
 
 import psutil
@@ -134,7 +135,6 @@ class Supervisor:
         kill_sessions({e.pid for e in ended})
 
     def ask_stacks(self) -> int:
-        """Request the stacks of every process; returns how many will write them."""
         return sum(stacks.request(process.pid) for process in self._descendants())
 
     def running(self) -> list[ProcessSpec]:
@@ -178,13 +178,10 @@ class Supervisor:
 
     def _descendants(self) -> list[psutil.Process]:
         """Living processes below this one that came after the supervisor, its guardian aside."""
-        watcher = self._guardian.pid if self._guardian else None
-        alive = []
-        for process in psutil.Process().children(recursive=True):
-            if process in self._not_ours or process.pid == watcher:
-                continue
+        watcher, alive = self._guardian.pid if self._guardian else None, []
+        for process in set(psutil.Process().children(recursive=True)) - self._not_ours:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.pid != watcher and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
 
@@ -199,6 +196,16 @@ class Supervisor:
 def kill_sessions(leaders: set[int]) -> None:
     """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader has ended."""
     guardian.signal_all(guardian.members_of(leaders), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def handled(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Have ``handler`` handle the signal ``number`` in the block."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 class Interrupts:

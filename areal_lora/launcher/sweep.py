@@ -98,15 +98,8 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         stopped = {key for decision in self.decisions for key in decision.stopped}
         return tuple(trial.key for trial in self.trials if trial.key not in stopped)
 
-    @property
-    def next_rung(self) -> Rung | None:
-        return self.rungs[len(self.decisions)] if len(self.decisions) < len(self.rungs) else None
-
     def with_decision(self, decision: RungDecision) -> Self:
         return msgspec.structs.replace(self, decisions=(*self.decisions, decision))
-
-
-# ---------------------------------------------------------------- the plan
 
 
 def plan_sweep(
@@ -125,12 +118,11 @@ def plan_sweep(
             swept[key] = value
         else:
             shared.append(text)
-    combinations = list(itertools.product(*([f"{key}={_yaml(value)}" for value in swept[key]] for key in swept)))
+    combinations = list(itertools.product(*([f"{key}={_yaml(v)}" for v in values] for key, values in swept.items())))
     if len(set(combinations)) < max(2, len(combinations)):
         reason = f"the lists of values give {len(set(combinations))} different combinations of {len(combinations)}"
         raise ConfigError("sweep", reason, "give lists of different values: adapters.0.optimizer.lr=[1e-4,3e-4]")
-    configs = [load_config(files, [*shared, *own]) for own in combinations]
-    first = configs[0]
+    first, *_ = configs = [load_config(files, [*shared, *own]) for own in combinations]
     if len(first.adapters) != 1 or first.service is not None:
         raise ConfigError("adapters", "a sweep has one adapter and no service", "give a configuration of such a run")
     for key in SHARED:
@@ -144,14 +136,13 @@ def plan_sweep(
     settings, every = adapter_run(first, first.adapters[0]), first.eval.every_steps
     if by is Measure.EVALUATION and not every:
         raise ConfigError("eval.every_steps", "0: no version is evaluated before the last", "set it, or leave out --by")
+    every, earliest = (every, 1) if by is Measure.EVALUATION else (1, settings.max_staleness + 2)
     sweep = Sweep(
         command=("train", *(word for file in files for word in ("--config", file)), *shared),
         repeats=first.rollout.deterministic,
         by=by,
         trials=tuple(trials),
-        rungs=plan_rungs(len(trials), settings.steps, _fractions(rungs), every)
-        if by is Measure.EVALUATION
-        else plan_rungs(len(trials), settings.steps, _fractions(rungs), earliest=settings.max_staleness + 2),
+        rungs=plan_rungs(len(trials), settings.steps, _fractions(rungs), every, earliest),
     )
     listed = [c.adapters[0].model_copy(update={"name": name}) for name, c in zip(names, configs, strict=True)]
     return first.model_copy(update={"adapters": listed}), sweep
@@ -187,14 +178,11 @@ def _fractions(text: str) -> list[Fraction]:
 
 def _names(combinations: Sequence[Sequence[str]]) -> list[str]:
     """``lr-3e-4-rank-16``: keys and values, or numbers where these are no names."""
-    texts = ["-".join(f"{key.rpartition('.')[2]}-{v}" for key, _, v in map(_parted, own)) for own in combinations]
+    parts = ((override.partition("=") for override in own) for own in combinations)
+    texts = ["-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in own) for own in parts]
     names = [re.sub(r"[^a-z0-9_-]+", "_", text.lower()).strip("_") for text in texts]
     usable = all(map(state.NAME.fullmatch, names)) and len(set(names)) == len(names)
     return names if usable else [f"trial-{n}" for n in range(1, len(names) + 1)]
-
-
-def _parted(override: str) -> tuple[str, str, str]:
-    return override.partition("=")
 
 
 def _yaml(value: Any) -> str:
@@ -209,9 +197,6 @@ def launched(config: Config, sweep: Sweep) -> Config:
     rollout = config.rollout.model_copy(update={"max_adapters": len(sweep.trials)})
     service = ServiceConfig(target_modules=targets)
     return config.model_copy(update={"adapters": [], "service": service, "rollout": rollout})
-
-
-# ---------------------------------------------------------------- halving
 
 
 def measure(sweep: Sweep, records: Iterable[r.Record], end: float = math.inf) -> dict[str, float | None]:
@@ -262,9 +247,6 @@ def desired(sweep: Sweep) -> state.DesiredAdapters:
     return state.DesiredAdapters(generation=1 + len(sweep.decisions), adapters=adapters, closed=True)
 
 
-# ---------------------------------------------------------------- the run folder
-
-
 def read_sweep(folder: RunFolder) -> Sweep | None:
     """The sweep of the run; None where it has none. Raises ConfigError for a file that is none."""
     try:
@@ -309,8 +291,9 @@ class Halving:
     def look(self) -> None:
         """Call it often: it reads the records once a rung."""
         sweep = self._sweep
-        if sweep is None or (rung := sweep.next_rung) is None:
+        if sweep is None or len(sweep.decisions) == len(sweep.rungs):
             return
+        rung = sweep.rungs[len(sweep.decisions)]
         if not all(self._reached(key, rung.step, sweep.by) for key in sweep.remaining):
             return
         decision = decide(sweep, rung, iter_metrics(self._folder))
@@ -328,9 +311,6 @@ class Halving:
     def _follow(self, sweep: Sweep) -> None:
         if (wanted := desired(sweep)).generation > state.read_desired(self._folder).generation:
             state.write_desired(self._folder, wanted)
-
-
-# ---------------------------------------------------------------- the result
 
 
 def print_plan(sweep: Sweep, console: Console) -> None:

@@ -72,17 +72,14 @@ class AdapterView:
             case records.EvalRecord():
                 pass
 
-    def new_faults(self, record: records.StepRecord) -> str | None:
-        """The faults of rollouts once there are twice as many as when they were last shown."""
-        n = sum(record.retried.get(kind, 0) + record.dropped.get(kind, 0) for kind in record.faults)
-        if n < max(1, 2 * self._faults_shown):
-            return None
-        self._faults_shown = n
-        return f"rollouts failed: {record.faults_text}"
-
-    def new_warnings(self) -> list[str]:
-        """Call after each step (`Warnings.of`)."""
-        return self._warnings.of(list(self.steps)[-WINDOW:])
+    def new_problems(self) -> list[str]:
+        """Call after each step: warnings, and faults of rollouts once there are twice as many as when last shown."""
+        newest, found = self.steps[-1], self._warnings.of(list(self.steps)[-WINDOW:])
+        n = sum(newest.retried.get(kind, 0) + newest.dropped.get(kind, 0) for kind in newest.faults)
+        if n >= max(1, 2 * self._faults_shown):
+            self._faults_shown = n
+            found.insert(0, f"rollouts failed: {newest.faults_text}")
+        return found
 
     @property
     def last_eval(self) -> records.EvalRecord | None:
@@ -157,7 +154,7 @@ class RunView:
                 adapter = self.adapter(record.adapter)
                 adapter.add(record)
                 self.steps.append(record)
-                found = [adapter.new_faults(record), *adapter.new_warnings()]
+                found = [*adapter.new_problems()]
             case records.EvalRecord() | records.AdapterStateRecord():
                 self.adapter(record.adapter).add(record)
             case records.PublishRecord():

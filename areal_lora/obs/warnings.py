@@ -1,25 +1,17 @@
 """What is wrong with a run, in words with the key that helps: rules over the newest steps of one adapter.
 
-A rule looks at `NEEDED` steps in a row: one step may be bad by chance. Thresholds are far from what healthy runs show.
+A rule describes the trouble of the last `NEEDED` steps, the last of all ``steps``, and returns None where there is
+none: one step may be bad by chance. Thresholds are far from what healthy runs show.
 """
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.mismatch_bill import CAUSES, GAP
 
 NEEDED = 3
 Steps = Sequence[StepRecord]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """``finds`` describes the trouble of the last `NEEDED` steps, the last of all ``steps``; None: there is none."""
-
-    name: str
-    finds: Callable[[Steps], str | None]
 
 
 def _values(steps: Steps, tag: str) -> list[float]:
@@ -112,20 +104,19 @@ def slow_reward(steps: Steps) -> str | None:
 
 _OF_ANSWERS = constant_reward, no_gradient, cut_answers, stale_groups, slow_reward
 _OF_POLICIES = missing_routes, mismatch, fast_policy, not_finite
-RULES = tuple(Rule(name=finds.__name__, finds=finds) for finds in (*_OF_ANSWERS, *_OF_POLICIES))
 
 
 class Warnings:
     """The warnings of one adapter, each once."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._left: list[Callable[[Steps], str | None]] = [*_OF_ANSWERS, *_OF_POLICIES]
 
     def of(self, steps: Iterable[StepRecord]) -> list[str]:
         """Call after each step, with the newest steps in order."""
         found, known = [], [step for step in steps if not step.by_client]
-        for rule in RULES if len(known) >= NEEDED else ():
-            if rule.name not in self._known and (text := rule.finds(known)):
-                self._known.add(rule.name)
+        for rule in [*self._left] if len(known) >= NEEDED else ():
+            if text := rule(known):
+                self._left.remove(rule)
                 found.append(text)
         return found

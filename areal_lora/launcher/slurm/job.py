@@ -22,7 +22,7 @@ from areal_lora.config.recorded import ends_of, read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import job_query
-from areal_lora.launcher.slurm.job_query import Allocation, allocation, look
+from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, submitted_job
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
 from areal_lora.launcher.sweep import print_result
@@ -115,12 +115,11 @@ class SlurmJob:
 
     def run(self) -> int:
         """Returns the exit code of the batch script. Raises ConfigError where another job works in the run folder."""
-        path = self._folder.job_id
-        other = path.read_text(encoding="ascii").strip() if path.exists() else self._job.job
-        if other != self._job.job and is_active(look(other)):
+        other = submitted_job(self._folder)
+        if other is not None and other != self._job.job and is_active(look(other)):
             reason = f"Slurm job {other} works in {self._folder}"
             raise ConfigError("run.name", reason, f"wait for it, or scancel {other}")
-        path.write_text(f"{self._job.job}\n", encoding="ascii")
+        self._folder.job_id.write_text(f"{self._job.job}\n", encoding="ascii")
         lifetime = self._begin()
         words = Words(sys.stdin.fileno(), self._folder)
         if why := too_many(lifetime.without, self._config.run.max_restarts):

@@ -37,6 +37,11 @@ def look(job: str, tries: int = 1) -> JobRecord:
     return JobRecord(id=job, forgotten=True, why="it ended some minutes ago, and there is no accounting")
 
 
+def submitted_job(folder: RunFolder) -> str | None:
+    """Id of the job that was submitted for ``folder`` last; None where none was."""
+    return folder.job_id.read_text(encoding="ascii").strip() if folder.job_id.exists() else None
+
+
 def hosts(nodes: str) -> list[str]:
     """Expand Slurm's list of nodes, such as ``n[1-3],m1``; empty where scontrol does not answer."""
     if not nodes:
@@ -137,10 +142,9 @@ def step_ids(jobs: Collection[str]) -> dict[str, str]:
 
 def lost_nodes(hosts: Collection[str]) -> set[str]:
     """Those of ``hosts`` that Slurm has lost. Empty where Slurm does not answer."""
-    output, _ = (
-        query("scontrol", "-o", "show", "node", ",".join(sorted(hosts)), answer_s=COMMAND_S) if hosts else ("", "")
-    )
-    lost = set()
+    lost, output = set[str](), ""
+    if hosts:
+        output, _ = query("scontrol", "-o", "show", "node", ",".join(sorted(hosts)), answer_s=COMMAND_S)
     for row in output.splitlines():
         fields = {key: value for key, _, value in (word.partition("=") for word in row.split())}
         if any(flag.rstrip(_MARKS) in _LOST for flag in fields.get("State", "").split("+")):

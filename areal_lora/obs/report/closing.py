@@ -51,7 +51,8 @@ def closing_lines(run_folder: RunFolder) -> list[str]:
     many = f" of {len(parts)} adapters" if parts else ""
     failed = sum(part.state is AdapterPhase.FAILED for part in parts.values())
     result = [f"{summary.steps} steps{many} in {duration(summary.wall_s)}", *([f"{failed} failed"] if failed else [])]
-    result += _courses(summary.eval_before, summary.eval_after, summary.eval_reward_before, summary.eval_reward_after)
+    result += _course("accuracy", summary.eval_before, summary.eval_after)
+    result += _course("mean reward", summary.eval_reward_before, summary.eval_reward_after)
     return [
         f"result   {', '.join(result)}",
         *(f"adapter  {text}" for text in adapters),
@@ -65,8 +66,8 @@ def closing_lines(run_folder: RunFolder) -> list[str]:
 def _adapter_result(part: AdapterSummary) -> str:
     """``8 steps, accuracy 0.250 -> 0.500, best 0.550 (v6), 40% of the trained tokens, in FOLDER``; why at the end."""
     ended = f"{part.state} after " if part.state is not AdapterPhase.DONE else ""
-    text = [f"{ended}{part.steps} steps"]
-    text += _courses(part.eval_first, part.eval_last, part.eval_reward_first, part.eval_reward_last)
+    text = [f"{ended}{part.steps} steps", *_course("accuracy", part.eval_first, part.eval_last)]
+    text += _course("mean reward", part.eval_reward_first, part.eval_reward_last)
     best, *known = part.eval_best, part.eval_first, part.eval_last
     if best is None:
         best, *known = part.eval_reward_best, part.eval_reward_first, part.eval_reward_last
@@ -75,16 +76,9 @@ def _adapter_result(part: AdapterSummary) -> str:
     return ", ".join(text) + (f": {part.reason}" if part.reason else "")
 
 
-def _courses(
-    before: float | None, after: float | None, reward_before: float | None, reward_after: float | None
-) -> list[str]:
+def _course(name: str, first: float | None, last: float | None) -> list[str]:
     """``accuracy 0.250 -> 0.500``, ``mean reward 0.300``; nothing for what was not measured."""
-    figures = (("accuracy", before, after), ("mean reward", reward_before, reward_after))
-    return [
-        f"{name} {number(first)}" + ("" if last is None else f" -> {number(last)}")
-        for name, first, last in figures
-        if first is not None
-    ]
+    return [] if first is None else [f"{name} {number(first)}" + ("" if last is None else f" -> {number(last)}")]
 
 
 def detail_lines(run_folder: RunFolder) -> list[str]:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -119,37 +119,20 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
     return Starlette(routes=[Route(f"/{token}/{path}", endpoint) for path, endpoint in found.items()])
 
 
-class ByteSink(io.RawIOBase):
-    """Holds what was written since the last ``take``."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._parts.append(bytes(data))
-        return len(self._parts[-1])
-
-    def take(self) -> bytes:
-        taken = b"".join(self._parts)
-        self._parts.clear()
-        return taken
-
-
 def parquet_bytes(tables: Iterator[pa.Table]) -> Iterator[bytes]:
     """One Parquet file of all ``tables``; nothing without any."""
     import pyarrow.parquet as pq
 
-    sink, writer = ByteSink(), None
+    sink, writer = io.BytesIO(), None
     for table in tables:
         writer = writer or pq.ParquetWriter(sink, table.schema, compression="zstd")
         writer.write_table(table)
-        yield sink.take()
+        yield sink.getvalue()
+        sink.seek(0)
+        sink.truncate()
     if writer:
         writer.close()
-        yield sink.take()
+        yield sink.getvalue()
 
 
 def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str], None]) -> None:

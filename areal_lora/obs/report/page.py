@@ -149,16 +149,13 @@ class RunPage:
             run = f"{boxes(headlines(total))}\n<h2>The run</h2>{charts(sections[0])}"
             adapters = ""
         end = events.last_end(folder)
+        problems = "".join(f'<p class="problem" role="status">{escape(text)}</p>' for text in self.view.problems)
         failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
         return f"""<h1>{escape(config.run.name)}</h1><p class="sub">{escape(subtitle)}</p>{failure}
-{self._problems()}{"" if end or folder.summary.exists() else self._now()}{run}
+{problems}{"" if end or folder.summary.exists() else self._now()}{run}
 {_evals(total, self.several)}{_counts(total)}{_traceback(folder)}{_resumes(total)}{_restarts(folder)}
 {adapters}{answers_section(folder)}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{escape(self._shown(config))}</pre></details>"""
-
-    def _problems(self) -> str:
-        """What is wrong, or was at the end."""
-        return "".join(f'<p class="problem" role="status">{escape(problem)}</p>' for problem in self.view.problems)
 
     def _now(self) -> str:
         """What each process does, which version is served and how it was checked."""

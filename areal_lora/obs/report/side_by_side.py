@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.obs.report.charts import ChartData, Line
+from areal_lora.obs.report.inspector import RolloutOverview
 from areal_lora.obs.report.page import ChartSection, PageData, RunPage, charts, headlines, table
 
 IGNORED = ("run.name", "run.root")
@@ -51,46 +52,37 @@ def pages_of(runs: Sequence[RunPage]) -> PageData:
         return runs[0].data()
     names = [run.config.run.name for run in runs]
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
+    named = dict(zip(names, runs, strict=True))
     together = ChartSection(
         id="runs",
-        charts=_joined([(name, section) for name, run in zip(names, runs, strict=True) for section in run.sections()]),
+        charts=_joined([(name, section) for name, run in named.items() for section in run.sections()]),
         clocks={
-            _prefix(name, adapter, run): clock
-            for name, run in zip(names, runs, strict=True)
+            f"{name} {adapter}" if run.several else name: clock
+            for name, run in named.items()
             for adapter, clock in run.clocks().items()
         },
     )
-    pages = [run.data(f"run{i}-") for i, run in enumerate(runs)]
-    figures = [{"run": name} | dict(headlines(run.figures.total)) for name, run in zip(names, runs, strict=True)]
+    figures = [{"run": name} | dict(headlines(run.figures.total)) for name, run in named.items()]
     body = f"<h1>{len(runs)} runs side by side</h1>{table('Figures', figures)}"
     keys = differing_keys([run.config.model_dump(mode="json") for run in runs])
     rows = [{"key": key} | dict(zip(names, map(shown, values), strict=True)) for key, values in keys.items()]
     body += table("Where the configurations differ", rows) + f"<h2>Curves</h2>{charts(together)}"
-    for name, page in zip(names, pages, strict=True):
+    sections, rollouts = [together], list[RolloutOverview]()
+    for i, (name, run) in enumerate(named.items()):
+        page = run.data(f"run{i}-")
         body += f"<details><summary>{escape(name)}</summary>{page.body}</details>"
-    sections = [together, *(section for page in pages for section in page.sections)]
-    rollouts = [
-        msgspec.structs.replace(of_run, run=name)
-        for name, page in zip(names, pages, strict=True)
-        for of_run in page.rollouts
-    ]
+        sections += page.sections
+        rollouts += [msgspec.structs.replace(of_run, run=name) for of_run in page.rollouts]
     return PageData(title=", ".join(names), body=body, sections=sections, rollouts=rollouts)
-
-
-def _prefix(name: str, adapter: str, run: RunPage) -> str:
-    return f"{name} {adapter}" if run.several else name
 
 
 def _joined(sections: Sequence[tuple[str, ChartSection]]) -> list[ChartData]:
     """Charts by title, with the lines of all sections; a line's name starts with its run and adapter."""
     found: dict[tuple[str, str], list[ChartData]] = {}
     for name, section in sections:
-        [*adapters] = section.clocks
-        several = len(adapters) > 1
-        for chart in section.charts:
-            if several:
-                continue  # the charts of each adapter follow
-            prefix = name if section.id.endswith("run") else f"{name} {adapters[0]}"
+        adapter, *others = section.clocks
+        for chart in [] if others else section.charts:  # the charts of each of several follow
+            prefix = name if section.id.endswith("run") else f"{name} {adapter}"
             lines = [Line(f"{prefix} {line.name}".rstrip(), line.x, line.y) for line in chart.lines]
             found.setdefault((chart.title, chart.x), []).append(msgspec.structs.replace(chart, lines=lines, marks=[]))
     return [

@@ -155,7 +155,7 @@ def test_a_folder_below_the_home_folder(tmp_path: Path) -> None:
 def test_what_is_neither_folder_nor_name_is_refused(model: str) -> None:
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"], [f"model.path={model}"])
     with pytest.raises(ConfigError, match="it is not a hub name") as raised:
-        resolve(config, lambda: None, online=True)
+        resolve(config, None, online=True)
     assert raised.value.path == "model.path"
     assert repr(model) in raised.value.reason
 

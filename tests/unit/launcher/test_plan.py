@@ -138,14 +138,15 @@ def test_rank_coordinates_cover_every_layout_once() -> None:
     config = load_config(
         MOE, ["trainer.world_size=16", "trainer.tp=2", "trainer.pp=2", "trainer.ep=4", "trainer.etp=2"]
     )
-    coordinates = [rank_coordinates(config, rank) for rank in range(16)]
-    assert len({(c.pp, c.dp, c.tp) for c in coordinates}) == 16
-    assert sorted({(c.pp, c.ep, c.etp) for c in coordinates}) == [
+    coordinates = list(rank_coordinates(config))
+    assert [c["rank"] for c in coordinates] == list(range(16))
+    assert len({(c["pp"], c["dp"], c["tp"]) for c in coordinates}) == 16
+    assert sorted({(c["pp"], c["ep"], c["etp"]) for c in coordinates}) == [
         (p, e, t) for p in range(2) for e in range(4) for t in range(2)
     ]
     # tp neighbours are consecutive ranks; pipeline stages are halves of the world.
-    assert [c.tp for c in coordinates[:4]] == [0, 1, 0, 1]
-    assert [c.pp for c in coordinates] == [0] * 8 + [1] * 8
+    assert [c["tp"] for c in coordinates[:4]] == [0, 1, 0, 1]
+    assert [c["pp"] for c in coordinates] == [0] * 8 + [1] * 8
 
 
 def test_sizes_of_both_jobs() -> None:

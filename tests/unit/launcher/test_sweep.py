@@ -183,7 +183,7 @@ def test_the_worse_half_by_the_mean_of_the_window_stops() -> None:
         remaining = sorted(remaining, key=means.__getitem__)[-rung.keep :]
         sweep, start = sweep.with_decision(decision), rung.step
         assert set(sweep.remaining) == set(remaining)
-    assert sweep.next_rung is None
+    assert len(sweep.decisions) == len(sweep.rungs)
 
 
 def test_evaluations_decide_where_they_are_wanted() -> None:
