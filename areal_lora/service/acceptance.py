@@ -201,7 +201,7 @@ class Acceptance:
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
-            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings), submitted=True)
+            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings))
         except ConfigError as error:
             reason = error.reason.replace(f" in the settings of {name}.1", "")
             raise RequestError(error.path, reason, error.fix) from None
