@@ -222,12 +222,12 @@ def reward_call(
             from areal_lora.tasks.judge import JudgeSettings, LlmJudge
 
             judge = LlmJudge(msgspec.convert(settings, JudgeSettings), None if kept is None else Path(kept))
-            return RewardCall.of(judge, kind, judge.take_costs)
+            return RewardCall.of(judge, kind, judge.client.take_costs)
         case "model":
             from areal_lora.tasks.judge import ModelSettings, RewardModel
 
             model = RewardModel(msgspec.convert(settings, ModelSettings))
-            return RewardCall.of(model, kind, model.take_costs)
+            return RewardCall.of(model, kind, model.client.take_costs)
         case "none":
             return RewardCall.of(_nothing, kind)
         case "code":
