@@ -327,10 +327,6 @@ def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     tables = store.load()
     if LOCAL not in tables.quotas:
         store.put_tenant(LOCAL, quota)
-    digest = digest_of(read_key(path))
+    digest = digest_of(path.read_text(encoding="ascii").strip())
     if (known := tables.keys.get(digest)) is None or not known.operator:
         store.put_key(Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
-
-
-def read_key(path: Path) -> str:
-    return path.read_text(encoding="ascii").strip()

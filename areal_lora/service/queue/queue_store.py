@@ -140,8 +140,9 @@ class Transaction:
 
     def state(self, tenant: str, path: str) -> queue_rows.SavedState:
         """The saved state at ``path``, unless it has expired."""
-        parts = queue_rows.parse_path(path)
-        found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
+        parts = path.removeprefix(queue_rows.SCHEME).split("/") if path.startswith(queue_rows.SCHEME) else []
+        where = "tenant = ? AND model = ? AND kind = ? AND name = ?"
+        found = self.states(where, tenant, *parts) if len(parts) == 3 else []
         if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
             raise unknown("path", "saved state", path)
         return found[0]

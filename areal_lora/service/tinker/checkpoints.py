@@ -38,7 +38,6 @@ from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
 from areal_lora.service.queue.requests import ActionResult
-from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.sample_tasks import Base, of_attention
@@ -175,7 +174,7 @@ class Checkpoints:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Ttl)
         if not await self._external(request, caller):
             path = path_of_request(request)
-            await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, body.ttl_seconds))
+            await self._queue.change(lambda tx: client_sessions.set_ttl(tx, caller.tenant, path, body.ttl_seconds))
         return Response(status_code=204)
 
     async def _external(self, request: Request, caller: Caller) -> bool:
