@@ -170,8 +170,8 @@ def _adapters(
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
-    trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
-    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + _critic_share(a)) for a in adapters)
+    trained = sum(held[adapter.name] * (1 + adapter.algorithm.has_critic) for adapter in adapters)
+    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + a.algorithm.has_critic) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
@@ -181,12 +181,12 @@ def _adapters(
         for a in adapters
     }
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
-    copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
+    copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in adapters)
     # A packer for checkpoints and one for the wire receive what other tensor-parallel ranks send.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
     for adapter in adapters:
-        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + _critic_share(adapter)
+        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
     over_host, merged = slots.broadcast_backend(config) == "gloo", config.rollout.adapter_mode == "merged"
@@ -270,11 +270,6 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
         n_a, n_b = distinct(spec.expert_layout, key.linear, shape.experts // t.ep) if routed else (1, 1)
         total += rank * (n_a * inputs + n_b * outputs)
     return total
-
-
-def _critic_share(adapter: AdapterConfig) -> float:
-    """Size of the adapter's critic over its own; the value head is a vector. 0 without a critic."""
-    return float(adapter.algorithm.has_critic)
 
 
 def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
