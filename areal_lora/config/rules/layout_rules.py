@@ -82,18 +82,25 @@ def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    tp, per_node = config.rollout.tp, most_devices(config)
+    tp, per_node, least = config.rollout.tp, most_devices(config), config.cluster.min_servers
+    merged_on_cpus = config.rollout.adapter_mode == "merged" and config.cluster.device == "cpu"
+    if least > (servers := config.rollout.servers):
+        reason = f"{least} servers are required and rollout.servers = {servers}"
+        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
+    shape = shape_of(facts)
+    if config.rollout.expert_parallel and shape is not None and not shape.experts:
+        reason = "the model is dense: it has no experts to share out"
+        yield Finding("rollout.expert_parallel", reason, "set it to false")
+    elif config.rollout.expert_parallel and merged_on_cpus:
+        reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
+        yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
     if tp > per_node:
         reason = f"one server of {tp} devices does not fit a node of {per_node}"
         yield Finding("rollout.tp", reason, f"set it to at most {per_node}")
-    shape = shape_of(facts)
     if shape is None:
         return
     yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
     yield from _kv_heads("rollout.tp", tp, shape)
-    if config.rollout.expert_parallel and not shape.experts:
-        reason = "the model is dense: it has no experts to share out"
-        yield Finding("rollout.expert_parallel", reason, "set it to false")
     if shape.experts and not config.rollout.expert_parallel:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
     yield from _dense_columns("rollout.tp", tp, shape)
@@ -182,15 +189,6 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
         reason = f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}"
         fix = f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false"
         yield Finding("rollout.deterministic", reason, fix)
-
-
-def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
-    """The servers' kernels can be given other weights."""
-    if config.rollout.adapter_mode != "merged":
-        return
-    if config.rollout.expert_parallel and config.cluster.device == "cpu":
-        reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
-        yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
 
 
 def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -381,13 +379,6 @@ def _option(line: str) -> str:
     if line.startswith("--"):
         return line[2:].partition("=")[0].partition(" ")[0]
     return _SHORT.get(line[1:2], "")
-
-
-def servers_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
-    least, servers = config.cluster.min_servers, config.rollout.servers
-    if least > servers:
-        reason = f"{least} servers are required and rollout.servers = {servers}"
-        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
 
 
 def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
