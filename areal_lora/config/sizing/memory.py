@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
-from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -186,7 +185,7 @@ def _adapters(
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
     for adapter in adapters:
-        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + adapter.algorithm.has_critic
+        packers = 1 + (config.model.dtype != "float32") + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
     over_host, merged = slots.broadcast_backend(config) == "gloo", config.rollout.adapter_mode == "merged"
@@ -296,7 +295,7 @@ def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> 
     """Bytes of one version on the wire."""
     size = adapter_size(shape, adapter.spec(""))
     numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
-    return numbers * DTYPE_BYTES[adapter_run(config, adapter).wire_dtype]
+    return numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def slot_parameters(config: Config, shape: ModelShape) -> int:
