@@ -58,11 +58,9 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
 
 def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Finding]:
     t = config.trainer
-    yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
-    yield from _kv_heads("trainer.tp", t.tp, shape)
+    yield from _tensor_parallel("trainer.tp", t.tp, shape)
     yield from _divides("trainer.tp", t.tp, shape.head_dim * (shape.heads + 2 * shape.kv_heads), "rows of linear_qkv")
     yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
-    yield from _dense_columns("trainer.tp", t.tp, shape)
     yield from _stages(t, shape)
     if shape.experts:
         yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
@@ -99,14 +97,16 @@ def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("rollout.tp", reason, f"set it to at most {per_node}")
     if shape is None:
         return
-    yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
-    yield from _kv_heads("rollout.tp", tp, shape)
+    yield from _tensor_parallel("rollout.tp", tp, shape)
     if shape.experts and not config.rollout.expert_parallel:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
-    yield from _dense_columns("rollout.tp", tp, shape)
 
 
-def _dense_columns(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+def _tensor_parallel(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+    yield from _divides(key, tp, shape.heads, "attention heads")
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        reason = f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads"
+        yield Finding(key, reason, f"use a divisor or a multiple of {shape.kv_heads}")
     if shape.dense_layers:
         yield from _divides(key, tp, shape.ffn, "columns of the dense MLP")
     if shape.shared_ffn:
@@ -119,12 +119,6 @@ def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
         near = sorted(options, key=lambda n: abs(n - size))[:4]
         reason = f"{size} does not divide the model's {total} {what}"
         yield Finding(key, reason, f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}")
-
-
-def _kv_heads(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        reason = f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads"
-        yield Finding(key, reason, f"use a divisor or a multiple of {shape.kv_heads}")
 
 
 def devices_are_shared(config: Config, facts: Facts) -> Iterator[Finding]:
