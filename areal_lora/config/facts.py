@@ -133,21 +133,19 @@ class Facts:
     """The model, the adapters and the machine.
 
     ``hf_config`` is the model's config.json; if it is None, ``model_problem`` is the reason. ``model_is_local`` is
-    False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
-    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of user code that
-    is named, and of folders and code that a service offers.
-    ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
-    visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this machine's, ``device_bytes`` that of
-    its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None if unknown. ``chat_template`` is
-    whether the model's tokenizer has one, None if its files are not here. ``checkpoint`` describes the layers of a
-    model whose family has no row; None for another one, or without files.
+    False for a hub name with files to download. ``peft_folders`` describes each folder of ``init_from``, or has the
+    reason why it is not readable. ``code_problems`` are the faults of user code that is named, and of folders and code
+    that a service offers. ``address_problem`` is the reason why no address of this machine matches ``cluster``.
+    ``devices`` is the number of visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this
+    machine's, ``device_bytes`` that of its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None
+    if unknown. ``chat_template`` is whether the model's tokenizer has one, None if its files are not here.
+    ``checkpoint`` describes the layers of a model whose family has no row; None for another one, or without files.
     """
 
     hf_config: Mapping[str, Any] | None
     model_problem: str = ""
     model_is_local: bool = True
-    peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
-    peft_problems: Mapping[str, str] = field(default_factory=dict)
+    peft_folders: Mapping[str, PeftFolder | AdapterError] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
     address_problem: ConfigError | None = None
     devices: int | None = None
@@ -164,20 +162,18 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     Host memory is compared for every run of this machine: a plan needs no address, but it needs to fit.
     """
     hf_config, problem, is_local = _read_model(config.model)
-    peft_folders: dict[str, PeftFolder] = {}
-    peft_problems: dict[str, str] = {}
+    peft_folders: dict[str, PeftFolder | AdapterError] = {}
     for path in {a.init_from for a in config.adapters if a.init_from is not None}:
         try:
             peft_folders[path] = describe(Path(path).expanduser())
         except AdapterError as error:
-            peft_problems[path] = " ".join(str(error).split())
+            peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
         model_is_local=is_local,
         peft_folders=peft_folders,
-        peft_problems=peft_problems,
         code_problems=(*_code_problems(config), *_service_problems(config)),
         chat_template=_chat_template(config.model),
         checkpoint=_checkpoint(config.model, hf_config),

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
@@ -220,13 +220,9 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
     return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)]
 
 
-def hub_sources(task: TaskConfig) -> list[RowSource]:
-    """The splits of ``task`` that are on the hub."""
-    if isinstance(task, WordProblemsTask):
-        return []
-    splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
-    sources = [_source(task, split) for split in splits if split == "eval" or task.train]
-    return [source for source in sources if source.on_hub]
+def reads_hub(task: TaskConfig) -> bool:
+    """Whether a split of ``task`` is on the hub."""
+    return isinstance(task, DatasetTask) and (_source(task, "train").on_hub or _source(task, "eval").on_hub)
 
 
 def _source(task: DatasetTask, split: Split) -> RowSource:

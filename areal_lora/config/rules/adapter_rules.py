@@ -10,7 +10,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
 from areal_lora.config.sections.task import DatasetTask, WordProblemsTask
 from areal_lora.config.sizing.slots import has_tenants, served_targets
-from areal_lora.errors import ConfigError
+from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.peft_folder import PeftFolder, misfits
@@ -246,9 +246,10 @@ def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
     """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""
     if adapter.init_from is None:
         return
-    if problem := facts.peft_problems.get(adapter.init_from):
-        yield Finding("init_from", problem, "give the folder of a PEFT LoRA adapter")
     folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
+    if isinstance(folder, AdapterError):
+        yield Finding("init_from", " ".join(str(folder).split()), "give the folder of a PEFT LoRA adapter")
+        return
     if folder is None or shape is None:
         return
     if (wrong := _modules(adapter, folder, shape)) is not None:
