@@ -10,7 +10,6 @@ import difflib
 import importlib.util
 import json
 import os
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -81,46 +80,29 @@ def check_import_path(text: str, config_key: str) -> None:
 def _module_file(module: str, config_key: str) -> Path | None:
     """Find the module's source without importing parent packages; None for a compiled or frozen module."""
     found: ModuleSpec | None = None
-    locations: Sequence[str] | None = None
+    locations: list[str] | None = None
     parts = module.split(".")
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
-        found = _find(name, locations)
+    for depth, part in enumerate(parts, start=1):
+        # A finder that gets the last part alone does not look for the parent package, which is not imported.
+        found = _find_top(part) if locations is None else PathFinder.find_spec(part, locations)
         if found is None:
             fix = "install it, put its folder on PYTHONPATH, start in its folder, or give file.py:name"
-            raise ConfigError(config_key, f"there is no module {name!r}", fix)
-        if found.submodule_search_locations is None and depth + 1 < len(parts):
-            raise ConfigError(config_key, f"{name!r} is a module, not a package with modules in it", SPELLING)
-        locations = found.submodule_search_locations
+            raise ConfigError(config_key, f"there is no module {'.'.join(parts[:depth])!r}", fix)
+        if found.submodule_search_locations is None and depth < len(parts):
+            reason = f"{'.'.join(parts[:depth])!r} is a module, not a package with modules in it"
+            raise ConfigError(config_key, reason, SPELLING)
+        locations = list(found.submodule_search_locations or ())
     assert found is not None
     if found.origin is None:
         raise ConfigError(config_key, f"{module!r} is a folder without __init__.py", f"name a module in it: {SPELLING}")
     return Path(found.origin) if found.origin.endswith(".py") else None
 
 
-def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
-    if locations is not None:
-        return _find_below(name, locations)
-    # For a top-level name use all finders, including those of editable installs; none of them imports the module.
+def _find_top(name: str) -> ModuleSpec | None:
+    """Use all finders, including those of editable installs; none of them imports the module."""
     if name in sys.modules and sys.modules[name].__spec__ is None:
         return PathFinder.find_spec(name)
     return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
-
-
-def _find_below(name: str, locations: Sequence[str]) -> ModuleSpec | None:
-    """Like ``PathFinder.find_spec``, but also find namespace packages inside a package that is not imported."""
-    folders: list[str] = []
-    for location in locations:
-        finder = pkgutil.get_importer(location)
-        spec = None if finder is None else finder.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            return spec
-        folders += [] if spec is None else spec.submodule_search_locations or []
-    if not folders:
-        return None
-    found = ModuleSpec(name, None, is_package=True)
-    found.submodule_search_locations = folders
-    return found
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -151,21 +133,19 @@ class Facts:
     """The model, the adapters and the machine.
 
     ``hf_config`` is the model's config.json; if it is None, ``model_problem`` is the reason. ``model_is_local`` is
-    False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
-    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of user code that
-    is named, and of folders and code that a service offers.
-    ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
-    visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this machine's, ``device_bytes`` that of
-    its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None if unknown. ``chat_template`` is
-    whether the model's tokenizer has one, None if its files are not here. ``checkpoint`` describes the layers of a
-    model whose family has no row; None for another one, or without files.
+    False for a hub name with files to download. ``peft_folders`` describes each folder of ``init_from``, or has the
+    reason why it is not readable. ``code_problems`` are the faults of user code that is named, and of folders and code
+    that a service offers. ``address_problem`` is the reason why no address of this machine matches ``cluster``.
+    ``devices`` is the number of visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this
+    machine's, ``device_bytes`` that of its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None
+    if unknown. ``chat_template`` is whether the model's tokenizer has one, None if its files are not here.
+    ``checkpoint`` describes the layers of a model whose family has no row; None for another one, or without files.
     """
 
     hf_config: Mapping[str, Any] | None
     model_problem: str = ""
     model_is_local: bool = True
-    peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
-    peft_problems: Mapping[str, str] = field(default_factory=dict)
+    peft_folders: Mapping[str, PeftFolder | AdapterError] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
     address_problem: ConfigError | None = None
     devices: int | None = None
@@ -182,20 +162,18 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     Host memory is compared for every run of this machine: a plan needs no address, but it needs to fit.
     """
     hf_config, problem, is_local = _read_model(config.model)
-    peft_folders: dict[str, PeftFolder] = {}
-    peft_problems: dict[str, str] = {}
+    peft_folders: dict[str, PeftFolder | AdapterError] = {}
     for path in {a.init_from for a in config.adapters if a.init_from is not None}:
         try:
             peft_folders[path] = describe(Path(path).expanduser())
         except AdapterError as error:
-            peft_problems[path] = " ".join(str(error).split())
+            peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
         model_is_local=is_local,
         peft_folders=peft_folders,
-        peft_problems=peft_problems,
         code_problems=(*_code_problems(config), *_service_problems(config)),
         chat_template=_chat_template(config.model),
         checkpoint=_checkpoint(config.model, hf_config),

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
 from areal_lora.config.models import Config
-from areal_lora.config.sections.section import described, replacement
+from areal_lora.config.sections.section import described
 from areal_lora.config.sections.task import BUILT_IN, TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
 
@@ -191,9 +191,7 @@ def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
 
 
 def nearest_key(path: models.Path, data: Any) -> str:
-    """What to use for ``path``: what has replaced it, or the key most like it, among its siblings first."""
-    if use := replacement(models.dotted(tuple(key for key in path if isinstance(key, str)))):
-        return use
+    """The key most like ``path``, among its siblings first."""
     section = models.section_at(path[:-1], data)
     siblings = list(section.model_fields) if section is not None else []
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)

@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,37 +20,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from areal_lora.config.load import Source, to_config_errors, without_tags
-from areal_lora.config.models import AdapterConfig, Config, value_at
+from areal_lora.config.load import Source, to_config_errors
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec
-
-# fmt: off
-OLD_KEYS = frozenset([
-    "beta1", "beta2", "cache", "checkpoint_every_steps", "conversations_mib", "correct_threshold", "critic_rank",
-    "eps", "eval_every_steps", "format", "id", "json_field", "memory_mib", "min_lr_ratio", "name", "pattern", "seed",
-    "stop", "test_memory_mib", "test_s", "timeout_s", "top_p", "value_clip", "workers",
-])
-# fmt: on
-"""Keys of an adapter that the version before had, and that are constants now."""
-
-
-def _respell(adapter: Any) -> None:
-    """Give the keys of an earlier version whose meaning remains their present names."""
-    reward = adapter.get("reward")
-    parts = adapter.get("algorithm"), *(reward if isinstance(reward, list) else [reward])
-    algorithm, *rewards = (part if isinstance(part, dict) else {} for part in parts)
-    if algorithm.pop("ratio", None) == "rollout":
-        algorithm["behaviour_correction"] = "in_ratio"
-    weights = [part.pop("weight", 1.0) for part in rewards]
-    if any(weight != 1 for weight in weights):
-        adapter["reward_weights"] = weights
-    for reward in rewards:
-        if system := reward.pop("system_prompt", None):
-            reward["prompt"] = f"{system}\n{reward.get('prompt', '')}"
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
@@ -62,33 +37,13 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 def read_config(run_folder: RunFolder) -> Config:
     """Inverse of :func:`write_config`. Raises ConfigError for one that is missing, cut short or of another version."""
     try:
-        data = json.loads(_content(run_folder))
-        if isinstance(old := data.get("trainer", {}).get("recompute"), bool):
-            data["trainer"]["recompute"] = "full" if old else "none"  # the values of the version before
-        if data.get("rollout", {}).pop("enforce_eager", False):
-            data["rollout"]["engine_args"] = {"enforce_eager": True}
-        data.get("cluster", {}).setdefault("threads", data.get("trainer", {}).pop("threads", 1))
-        for adapter in data.get("adapters", []):
-            _respell(adapter)
-        return Config.model_validate(_without_old_keys(data))
+        return Config.model_validate(json.loads(_content(run_folder)))
     except json.JSONDecodeError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"
         raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
     except ValidationError as error:
         reason = f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed"
         raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
-
-
-def _without_old_keys(data: Any, names: Container[Any] | None = None) -> Any:
-    """``data`` without the keys of an earlier version that are constants now: ``names``, or all unknown ones."""
-    try:
-        Config.model_validate(data)
-    except ValidationError as error:
-        for detail in error.errors():
-            if detail["type"] == "extra_forbidden" and (names is None or detail["loc"][-1] in names):
-                path = without_tags(detail["loc"], data)
-                del value_at(data, path[:-1])[path[-1]]
-    return data
 
 
 def read_config_here(run_folder: RunFolder) -> Config:
@@ -115,16 +70,10 @@ def _content(run_folder: RunFolder) -> bytes:
         raise ConfigError(str(run_folder.config), reason, "name the folder of a started run") from None
 
 
-def joined(config: Config, desired: DesiredAdapter, *, submitted: bool = False) -> AdapterConfig:
-    """The entry of ``adapters`` for ``desired``, named by its key. Raises ConfigError whose path is a key of it.
-
-    One that is not being ``submitted`` may have `OLD_KEYS`.
-    """
-    data = config.model_dump(mode="json") | {"adapters": [deepcopy(desired.adapter) | {"name": desired.key}]}
+def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
+    """The entry of ``adapters`` for ``desired``, named by its key. Raises ConfigError whose path is a key of it."""
+    data = config.model_dump(mode="json") | {"adapters": [desired.adapter | {"name": desired.key}]}
     try:
-        if not submitted:
-            _respell(data["adapters"][0])
-            data = _without_old_keys(data, OLD_KEYS)
         [adapter] = Config.model_validate(data).adapters
     except ValidationError as error:
         source = Source(label=f"the settings of {desired.key}", data=data, lines={}, folder=Path.cwd())

@@ -101,10 +101,6 @@ class Combination:
     algorithm: Kind = "grpo"
     needs: frozenset[Need] = frozenset()
 
-    @property
-    def group(self) -> Group:
-        return group_of(self.family)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -121,23 +117,15 @@ class Refusal:
     mode: tuple[Mode, ...] = ()
     needs: frozenset[Need] = frozenset()
 
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes of `Combination` on which it depends; what is known of a family counts as the family."""
-        named = {"engine": self.engine, "layout": self.layout, "mode": self.mode, "needs": self.needs}
-        of_family = {"family"} if self.group or self.experts is not None else set()
-        return frozenset({axis for axis, values in named.items() if values} | of_family)
-
-    def matches(self, c: Combination, axes: frozenset[str] | None = None) -> bool:
-        """Whether it refuses ``c``; with ``axes`` only these are looked at."""
-        judged = {
-            "engine": not self.engine or c.engine in self.engine,
-            "layout": not self.layout or c.layout in self.layout,
-            "mode": not self.mode or c.mode in self.mode,
-            "needs": self.needs <= c.needs,
-            "family": (not self.group or c.group in self.group) and self.experts in (None, c.experts),
-        }
-        return all(fits for axis, fits in judged.items() if axes is None or axis in axes)
+    def matches(self, c: Combination) -> bool:
+        return (
+            (not self.engine or c.engine in self.engine)
+            and (not self.group or group_of(c.family) in self.group)
+            and self.experts in (None, c.experts)
+            and (not self.layout or c.layout in self.layout)
+            and (not self.mode or c.mode in self.mode)
+            and self.needs <= c.needs
+        )
 
     def text(self, family: str) -> str:
         return self.reason.format(family=family)

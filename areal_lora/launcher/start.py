@@ -38,7 +38,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import begin_session, forget_sessions
-from areal_lora.tasks.datasets import hub_sources, load_samples
+from areal_lora.tasks.datasets import load_samples, reads_hub
 from areal_lora.types import Sample
 
 WAIT = "wait for it, or set another run.name"
@@ -307,7 +307,7 @@ def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
     Hub data sets are read only if ``online``. The tasks must have passed `task_problems`.
     """
     for i, adapter in enumerate(config.adapters):
-        if adapter.is_client or (hub_sources(adapter.task) and not online):
+        if adapter.is_client or (reads_hub(adapter.task) and not online):
             continue
         samples = load_samples(adapter.task, "train")
         different = len({sample.prompt for sample in samples})

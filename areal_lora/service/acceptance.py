@@ -201,7 +201,7 @@ class Acceptance:
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
-            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings), submitted=True)
+            adapter = joined(self._config, DesiredAdapter(name=name, incarnation=1, adapter=settings))
         except ConfigError as error:
             reason = error.reason.replace(f" in the settings of {name}.1", "")
             raise RequestError(error.path, reason, error.fix) from None
@@ -327,10 +327,6 @@ def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     tables = store.load()
     if LOCAL not in tables.quotas:
         store.put_tenant(LOCAL, quota)
-    digest = digest_of(read_key(path))
+    digest = digest_of(path.read_text(encoding="ascii").strip())
     if (known := tables.keys.get(digest)) is None or not known.operator:
         store.put_key(Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
-
-
-def read_key(path: Path) -> str:
-    return path.read_text(encoding="ascii").strip()

@@ -18,7 +18,7 @@ from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sections import task as sections
 from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
-from areal_lora.tasks.datasets import given_answer, hub_sources, load_samples
+from areal_lora.tasks.datasets import given_answer, load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.word_problems import Split
@@ -51,7 +51,7 @@ def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
         own: list[tuple[str, sections.TaskConfig, tuple[Split, ...]]] = [("task", adapter.task, ("train", "eval"))]
         sets = [(f"evals.{j}.task", chosen.task) for j, chosen in enumerate(adapter.evals)]
         for key, task, splits in own + [(key, task, ("eval",)) for key, task in sets if task is not None]:
-            if isinstance(task, sections.WordProblemsTask) or (hub_sources(task) and not online):
+            if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
                 continue
             problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward)
             if problem is None and key == "task" and adapter.sft.steps:
@@ -105,7 +105,7 @@ def reward_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
     if config.cluster.kind != "local" or config.cluster.controller_python is not None:
         return
     for i, adapter in enumerate(config.adapters):
-        if adapter.is_client or (hub_sources(adapter.task) and not online):
+        if adapter.is_client or (reads_hub(adapter.task) and not online):
             continue
         checked = [
             (place, reward)

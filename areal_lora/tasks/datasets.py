@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
@@ -166,7 +166,8 @@ def _from_datasets(source: RowSource) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise _missing(source.path, "datasets") from error
+        fix = "pip install datasets, or use JSONL"
+        raise EnvironmentError_(f"{source.path}: reading it needs the package datasets (fix: {fix})") from error
     name, folder = source.path, Path(source.path).is_dir()
     try:
         if folder and any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
@@ -186,12 +187,6 @@ def _from_datasets(source: RowSource) -> Iterator[Row]:
         Row(place, _columns(place, values))
         for index, values in enumerate(rows)
         for place in [f"{name}[{source.split}][{index}]"]
-    )
-
-
-def _missing(what: Path | str, package: str) -> EnvironmentError_:
-    return EnvironmentError_(
-        f"{what}: reading it needs the package {package} (fix: pip install {package}, or use JSONL)"
     )
 
 
@@ -225,13 +220,9 @@ def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
     return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)]
 
 
-def hub_sources(task: TaskConfig) -> list[RowSource]:
-    """The splits of ``task`` that are on the hub."""
-    if isinstance(task, WordProblemsTask):
-        return []
-    splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
-    sources = [_source(task, split) for split in splits if split == "eval" or task.train]
-    return [source for source in sources if source.on_hub]
+def reads_hub(task: TaskConfig) -> bool:
+    """Whether a split of ``task`` is on the hub."""
+    return isinstance(task, DatasetTask) and (_source(task, "train").on_hub or _source(task, "eval").on_hub)
 
 
 def _source(task: DatasetTask, split: Split) -> RowSource:
@@ -310,14 +301,6 @@ def _text(row: Row, name: str, key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(row.place, f"no text in column {name!r}", f"remove the row, or set {key}")
     return value
-
-
-def _reformatted(sample: Sample, how: PromptFormat) -> Sample:
-    """A generated problem in another format than its own."""
-    if how == PromptFormat():
-        return sample
-    row = Row(sample.uid, {"prompt": sample.prompt, "answer": sample.answer})
-    return _sample(sample.uid, row, Columns(), how)
 
 
 def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:

@@ -53,21 +53,26 @@ class JudgeCache:
         return True
 
 
-LOWEST, HIGHEST = 0.0, 10.0  # scores, which become reward 0 and 1
+HIGHEST = 10.0  # of a score, from 0; it becomes reward 1
 _SCORE = re.compile(r'score"?\s*[:=]\s*"?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
 READ_CHARACTERS = 1 << 16  # of a reply's end
 _NAME = re.compile(r"\{(\w+)\}")
 
 
-class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.task.JudgeReward`` that matter here, and a process's share of open requests."""
+class ServedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of ``config.sections.task.ServedReward`` that matter here, and a process's share of open requests."""
 
     url: str
     model: str
-    prompt: str
     key_env: str | None
-    parameters: dict[str, Any]
     limits: ApiLimits
+
+
+class JudgeSettings(ServedSettings, frozen=True, kw_only=True):
+    """Those of ``JudgeReward``."""
+
+    prompt: str
+    parameters: dict[str, Any]
 
 
 class _Message(msgspec.Struct):
@@ -96,41 +101,31 @@ class LlmJudge:
 
     def __init__(self, settings: JudgeSettings, kept: Path | None) -> None:
         self._settings = settings
-        self._client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
-        self._costs = self._client.costs
+        self.client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
         self._cache = None if kept is None else JudgeCache(kept)
         self._asked: dict[str, asyncio.Task[tuple[str, float]]] = {}
 
     async def __call__(self, completion: str, prompt: str, answer: Any, columns: dict[str, Any]) -> float:
         """The score of ``completion``, scaled to [0, 1]. Raises ApiFault, ValueError for a column that is not there."""
-        self._costs["answers"] += 1
+        self.client.costs["answers"] += 1
         fields = {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
         body = self._body(fields)
         key = hashlib.sha256(f"{self._settings.url}\n{body}".encode()).hexdigest()
         known = None if self._cache is None else self._cache.get(key)
         if known is not None:
-            try:
-                score = read_score(known)
-            except ValueError:
-                pass  # it was read otherwise, by an earlier version
-            else:
-                self._costs["cached"] += 1
-                return _scaled(score)
+            self.client.costs["cached"] += 1
+            return read_score(known) / HIGHEST
         # Equal answers of a batch are sent once; a caller that runs out of time does not end the others' request.
         if (task := self._asked.get(key)) is None:
-            request = self._client.post("/chat/completions", body.encode(), self._read)
+            request = self.client.post("/chat/completions", body.encode(), self._read)
             task = self._asked[key] = asyncio.create_task(request)
             task.add_done_callback(lambda _: self._asked.pop(key, None))
         else:
-            self._costs["cached"] += 1
+            self.client.costs["cached"] += 1
         reply, score = await asyncio.shield(task)
         if self._cache is not None and not self._cache.put(key, reply):
-            self._costs["cache_faults"] += 1
-        return _scaled(score)
-
-    def take_costs(self) -> dict[str, float]:
-        """What was spent since the last call: answers, calls, tokens, milliseconds."""
-        return self._client.take_costs()
+            self.client.costs["cache_faults"] += 1
+        return score / HIGHEST
 
     def _body(self, fields: Mapping[str, Any]) -> str:
         s = self._settings
@@ -147,8 +142,8 @@ class LlmJudge:
         """The text and its score. Raises ValueError or msgspec's errors for what is no chat completion with a score."""
         made = msgspec.json.decode(reply, type=_Completion)
         content, usage = made.choices[0].message.content, made.usage or _Usage()
-        self._costs["prompt_tokens"] += usage.prompt_tokens
-        self._costs["completion_tokens"] += usage.completion_tokens
+        self.client.costs["prompt_tokens"] += usage.prompt_tokens
+        self.client.costs["completion_tokens"] += usage.completion_tokens
         if content is None:
             raise ValueError("it has no text")
         return content, read_score(content)
@@ -173,24 +168,16 @@ def read_score(text: str) -> float:
     if not stated:
         raise ValueError(f"it states no score: {text[-80:]!r}")
     score = float(stated[-1])
-    if not LOWEST <= score <= HIGHEST:
-        raise ValueError(f"the score {score:g} is not between {LOWEST:g} and {HIGHEST:g}")
+    if not 0 <= score <= HIGHEST:
+        raise ValueError(f"the score {score:g} is not between 0 and {HIGHEST:g}")
     return score
 
 
-def _scaled(score: float) -> float:
-    return (score - LOWEST) / (HIGHEST - LOWEST)
+class ModelSettings(ServedSettings, frozen=True, kw_only=True):
+    """Those of ``ModelReward``."""
 
-
-class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.sections.task.ModelReward`` that matter here, and a process's share of open requests."""
-
-    url: str
-    model: str
-    key_env: str | None
     input: str | None
     label: int
-    limits: ApiLimits
 
 
 class _Verdict(msgspec.Struct):
@@ -210,7 +197,7 @@ class RewardModel:
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
+        self.client = ApiClient(settings.url, settings.key_env, settings.limits, "reward")
 
     async def __call__(
         self, completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
@@ -223,13 +210,9 @@ class RewardModel:
             body = {"text_1": prompt, "text_2": completion if text is None else text}
         else:
             body = {"messages": messages} if text is None else {"input": text}
-        self._client.costs["answers"] += 1
+        self.client.costs["answers"] += 1
         encoded = msgspec.json.encode({"model": s.model, **body, "use_activation": False})
-        return await self._client.post("", encoded, partial(class_score, label=s.label))
-
-    def take_costs(self) -> dict[str, float]:
-        """What was spent since the last call: answers, calls, milliseconds."""
-        return self._client.take_costs()
+        return await self.client.post("", encoded, partial(class_score, label=s.label))
 
 
 def class_score(reply: bytes, label: int) -> float:

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -100,26 +100,26 @@ def extract_answer(text: str) -> Fraction | None:
     return None if token is None else _value(token)
 
 
-def numeric_match(completion: str, gold: str) -> bool:
-    """Return whether both state the same number. Raises ValueError if ``gold`` states none."""
-    expected = extract_answer(gold)
+def numeric_match(completion: str, gold: Any) -> bool:
+    """Return whether both state the same number. Raises ValueError if ``gold``, of any JSON type, states none."""
+    expected = extract_answer(text := gold_text(gold))
     if expected is None:
-        raise ValueError(f"gold answer states no number: {gold[-80:]!r}")
+        raise ValueError(f"gold answer states no number: {text[-80:]!r}")
     return extract_answer(completion) == expected
 
 
-def math_verify(completion: str, gold: str) -> bool:
+def math_verify(completion: str, gold: Any) -> bool:
     r"""Return whether both state equal expressions, by the package math-verify (sympy).
 
     A text with ``#### x`` states x, as in GSM8K; in any other text math-verify searches for LaTeX (``\boxed{}``,
     ``$...$``) and numbers. Both sides may use either form. The scorer process limits the time, not math-verify.
-    Raises ValueError if ``gold`` states no readable expression.
+    Raises ValueError if ``gold``, of any JSON type, states no readable expression.
     """
     from math_verify import verify
 
-    expected = _expressions(gold, whole=True)
+    expected = _expressions(text := gold_text(gold), whole=True)
     if not expected:
-        raise ValueError(f"gold answer states no expression: {gold[-80:]!r}")
+        raise ValueError(f"gold answer states no expression: {text[-80:]!r}")
     stated = _expressions(completion, whole=False)
     try:
         return bool(stated) and bool(verify(expected, stated, timeout_seconds=None, raise_on_error=True))
@@ -208,7 +208,7 @@ def reward_call(
     """
     match kind:
         case "numeric_match":
-            return RewardCall.of(_by_text(numeric_match), kind)
+            return RewardCall.of(numeric_match, kind)
         case "math_verify":
             try:
                 importlib.import_module("math_verify")  # now, not within the time of the first answer
@@ -217,19 +217,19 @@ def reward_call(
                     f"reward math_verify: {error} (fix: pip install math-verify, or use kind: numeric_match)"
                 ) from error
             logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns at every start that it has no time limit
-            return RewardCall.of(_by_text(math_verify), kind)
+            return RewardCall.of(math_verify, kind)
         case "judge":
             from areal_lora.tasks.judge import JudgeSettings, LlmJudge
 
             judge = LlmJudge(msgspec.convert(settings, JudgeSettings), None if kept is None else Path(kept))
-            return RewardCall.of(judge, kind, judge.take_costs)
+            return RewardCall.of(judge, kind, judge.client.take_costs)
         case "model":
             from areal_lora.tasks.judge import ModelSettings, RewardModel
 
             model = RewardModel(msgspec.convert(settings, ModelSettings))
-            return RewardCall.of(model, kind, model.take_costs)
+            return RewardCall.of(model, kind, model.client.take_costs)
         case "none":
-            return RewardCall.of(_nothing, kind)
+            return RewardCall.of(lambda completion: 0.0, kind)
         case "code":
             from areal_lora.tasks.code_reward import CodeRunner, CodeSettings
 
@@ -238,20 +238,6 @@ def reward_call(
     if path is None:
         raise ConfigError("reward.kind", f"there is no reward {kind!r}")
     return RewardCall.of(load_import_path(path), path)
-
-
-def _nothing(completion: str) -> float:
-    """The reward of every answer where rewards are not trained on."""
-    return 0.0
-
-
-def _by_text(match: Callable[[str, str], bool]) -> Callable[[str, Any], bool]:
-    """A built-in rule for gold answers of any type."""
-
-    def reward(completion: str, answer: Any) -> bool:
-        return match(completion, gold_text(answer))
-
-    return reward
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -72,27 +73,27 @@ def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimate
     if ruled and n == 1 == max(map(len, problems)):
         accuracy_95, method = wilson(sum(flags[0] for flags in correct), len(problems)), "wilson"
     elif ruled:
-        accuracy_95, method = bootstrap([_mean(flags) for flags in correct]), "bootstrap"
+        accuracy_95, method = bootstrap([fmean(flags) for flags in correct]), "bootstrap"
     pass_at, most_frequent = dict[int, float](), None
     if ruled and n > 1:
-        pass_at = {k: _mean([pass_at_k(len(flags), sum(flags), k) for flags in correct]) for k in ks(n)}
+        pass_at = {k: fmean([pass_at_k(len(flags), sum(flags), k) for flags in correct]) for k in ks(n)}
         voted = [
             [vote_of(reward_kind, a.text) if a.score.outcome is Outcome.OK else None for a in problem]
             for problem in problems
         ]
-        most_frequent = _mean([majority(list(zip(*each, strict=True))) for each in zip(voted, correct, strict=True)])
+        most_frequent = fmean([majority(list(zip(*each, strict=True))) for each in zip(voted, correct, strict=True)])
     return Estimates(
-        accuracy=_mean([flag for flags in correct for flag in flags]) if ruled else None,
-        reward_mean=_mean([score.reward for score in scored]) if scored else None,
+        accuracy=fmean([flag for flags in correct for flag in flags]) if ruled else None,
+        reward_mean=fmean([score.reward for score in scored]) if scored else None,
         unscored=len(answers) - len(scored),
         ungraded=ungraded,
         accuracy_95=accuracy_95,
-        reward_95=bootstrap([_mean(values) for values in rewards if values]),
+        reward_95=bootstrap([fmean(values) for values in rewards if values]),
         interval=method,
         pass_at=pass_at,
         majority=most_frequent,
-        answer_tokens=_mean([answer.n_tokens for answer in answers]),
-        truncated=_mean([answer.finish_reason == "length" for answer in answers]),
+        answer_tokens=fmean([answer.n_tokens for answer in answers]),
+        truncated=fmean([answer.finish_reason == "length" for answer in answers]),
     )
 
 
@@ -116,7 +117,7 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
         if vote is not None:
             cast[vote].append(correct)
     most = max((len(flags) for flags in cast.values()), default=0)
-    return _mean([sum(flags) / len(flags) for flags in cast.values() if len(flags) == most]) if cast else 0.0
+    return fmean([sum(flags) / len(flags) for flags in cast.values() if len(flags) == most]) if cast else 0.0
 
 
 def wilson(successes: int, n: int) -> Interval:
@@ -135,10 +136,6 @@ def bootstrap(values: Sequence[float]) -> Interval | None:
     means = [numbers[draw.integers(len(numbers), size=len(numbers))].mean() for _ in range(RESAMPLES)]
     low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def vote_of(reward_kind: str, text: str) -> str | None:

@@ -16,6 +16,7 @@ Examples::
 import hashlib
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from areal_lora.types import Sample
@@ -26,14 +27,7 @@ Operation = Literal["+", "-", "*"]
 NAMES = ("Tom", "Ann", "Bob", "Sue", "Max", "Eve", "Lea", "Jon")
 THINGS = ("books", "coins", "cards", "pens", "shells", "cups", "stamps", "nuts")
 VERBS: dict[Operation, tuple[str, ...]] = {"+": ("buys", "finds", "gets"), "-": ("sells", "loses", "uses")}
-PLANS: tuple[tuple[Operation, Operation], ...] = (
-    ("+", "+"),
-    ("+", "-"),
-    ("-", "+"),
-    ("-", "-"),
-    ("*", "+"),
-    ("*", "-"),
-)
+PLANS: tuple[tuple[Operation, Operation], ...] = tuple(product(("+", "-", "*"), ("+", "-")))
 EVAL_ONE_IN = 4
 STEPS = 3  # and below: of the long problems
 LARGEST = 99  # of a number in the story

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.support import (
@@ -126,16 +127,30 @@ def combination(table: Table, row: str, column: str) -> Combination:
     return replace(c, **{axis: v for axis, v in chosen.items() if axis != "needs"}, needs=needs)  # type: ignore[arg-type]
 
 
+def _axes(refusal: Refusal) -> frozenset[str]:
+    """The axes of `Combination` on which it depends; what is known of a family counts as the family."""
+    named = {"engine": refusal.engine, "layout": refusal.layout, "mode": refusal.mode, "needs": refusal.needs}
+    of_family = {"family"} if refusal.group or refusal.experts is not None else set()
+    return frozenset({axis for axis, values in named.items() if values} | of_family)
+
+
 def refused(table: Table, row: str, column: str) -> tuple[Refusal, ...]:
     """The refusals that the two values alone decide."""
     c, axes = combination(table, row, column), frozenset(table.axes)
-    return tuple(r for r in REFUSALS if r.axes <= axes and r.matches(c))
+    return tuple(r for r in REFUSALS if _axes(r) <= axes and r.matches(c))
 
 
 def conditions(table: Table, row: str, column: str) -> tuple[Refusal, ...]:
     """The refusals that need both values and something else."""
     c, axes = combination(table, row, column), frozenset(table.axes)
-    return tuple(r for r in REFUSALS if axes < r.axes and r.matches(c, axes))
+
+    def on_these(r: Refusal) -> Refusal:
+        free: dict[str, Any] = dict.fromkeys({"engine", "layout", "mode"} - axes, ())
+        free |= {} if "needs" in axes else {"needs": frozenset()}
+        free |= {} if "family" in axes else {"group": (), "experts": None}
+        return replace(r, **free)
+
+    return tuple(r for r in REFUSALS if axes < _axes(r) and on_these(r).matches(c))
 
 
 def _megatron(family: str) -> str:

@@ -9,8 +9,8 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
 from areal_lora.config.sections.task import DatasetTask, WordProblemsTask
-from areal_lora.config.sizing.slots import served_targets
-from areal_lora.errors import ConfigError
+from areal_lora.config.sizing.slots import has_tenants, served_targets
+from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.peft_folder import PeftFolder, misfits
@@ -40,7 +40,7 @@ def adapter_list(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(f"adapters.{i}.max_staleness", f"{adapter.max_staleness} is above {of_servers}", fix)
 
 
-def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
+def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     """Joining adapters are called ``name.incarnation``."""
     if config.service is None:
         return
@@ -51,6 +51,9 @@ def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
         if "." in adapter.name:
             reason = f"{adapter.name!r} has a dot, and the names of a service's adapters end in .N"
             yield Finding(f"adapters.{i}.name", reason, "use a name without a dot")
+    if has_tenants(config) and config.cluster.kind != "local":
+        reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
+        yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")
     if (shape := shape_of(facts)) is not None:
         try:
             targets.resolve(config.service.target_modules, [], shape)
@@ -243,9 +246,10 @@ def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
     """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""
     if adapter.init_from is None:
         return
-    if problem := facts.peft_problems.get(adapter.init_from):
-        yield Finding("init_from", problem, "give the folder of a PEFT LoRA adapter")
     folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
+    if isinstance(folder, AdapterError):
+        yield Finding("init_from", " ".join(str(folder).split()), "give the folder of a PEFT LoRA adapter")
+        return
     if folder is None or shape is None:
         return
     if (wrong := _modules(adapter, folder, shape)) is not None:

@@ -16,15 +16,14 @@ from areal_lora.errors import ConfigError
 # fmt: off
 RULES: tuple[Rule, ...] = (
     layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve, adapters.adapter_list,
-    adapters.a_service_has_room, memory.service_fits, adapters.targets_exist, adapters.ranks_fit,
-    adapters.rates_suit_lora, adapters.init_from, adapters.user_code, algorithms.algorithm, algorithms.group_size,
-    adapters.router_replay, adapters.moe_dispatcher, adapters.batches, adapters.chat_template, adapters.columns_exist,
-    adapters.sampling_is_trained, adapters.eval_sets, layout.answers_fit, layout.lengths, layout.engine_fits,
-    layout.trainer_layout, layout.rollout_layout, layout.components_agree, layout.own_directives,
-    layout.servers_suffice, memory.cluster_is_reachable, memory.interface_counts, memory.devices_suffice,
-    layout.devices_are_shared, layout.backend_fits, layout.no_idle_node, memory.memory_suffices,
-    memory.shared_base_fits, layout.deterministic, layout.merged_rollouts, layout.engine_args_are_free,
-    layout.time_outs, layout.profiled_steps, memory.remote_servers_fit,
+    adapters.service_fits, adapters.targets_exist, adapters.ranks_fit, adapters.rates_suit_lora, adapters.init_from,
+    adapters.user_code, algorithms.algorithm, algorithms.group_size, adapters.router_replay, adapters.moe_dispatcher,
+    adapters.batches, adapters.chat_template, adapters.columns_exist, adapters.sampling_is_trained, adapters.eval_sets,
+    layout.answers_fit, layout.lengths, layout.engine_fits, layout.trainer_layout, layout.rollout_layout,
+    layout.components_agree, layout.own_directives, memory.cluster_is_reachable, memory.interface_counts,
+    memory.devices_suffice, layout.devices_are_shared, layout.backend_fits, layout.no_idle_node, memory.memory_suffices,
+    memory.shared_base_fits, layout.deterministic, layout.engine_args_are_free, layout.time_outs, layout.profiled_steps,
+    memory.remote_servers_fit,
 )
 # fmt: on
 

@@ -58,11 +58,9 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
 
 def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Finding]:
     t = config.trainer
-    yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
-    yield from _kv_heads("trainer.tp", t.tp, shape)
+    yield from _tensor_parallel("trainer.tp", t.tp, shape)
     yield from _divides("trainer.tp", t.tp, shape.head_dim * (shape.heads + 2 * shape.kv_heads), "rows of linear_qkv")
     yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
-    yield from _dense_columns("trainer.tp", t.tp, shape)
     yield from _stages(t, shape)
     if shape.experts:
         yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
@@ -82,24 +80,33 @@ def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    tp, per_node = config.rollout.tp, most_devices(config)
+    tp, per_node, least = config.rollout.tp, most_devices(config), config.cluster.min_servers
+    merged_on_cpus = config.rollout.adapter_mode == "merged" and config.cluster.device == "cpu"
+    if least > (servers := config.rollout.servers):
+        reason = f"{least} servers are required and rollout.servers = {servers}"
+        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
+    shape = shape_of(facts)
+    if config.rollout.expert_parallel and shape is not None and not shape.experts:
+        reason = "the model is dense: it has no experts to share out"
+        yield Finding("rollout.expert_parallel", reason, "set it to false")
+    elif config.rollout.expert_parallel and merged_on_cpus:
+        reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
+        yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
     if tp > per_node:
         reason = f"one server of {tp} devices does not fit a node of {per_node}"
         yield Finding("rollout.tp", reason, f"set it to at most {per_node}")
-    shape = shape_of(facts)
     if shape is None:
         return
-    yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
-    yield from _kv_heads("rollout.tp", tp, shape)
-    if config.rollout.expert_parallel and not shape.experts:
-        reason = "the model is dense: it has no experts to share out"
-        yield Finding("rollout.expert_parallel", reason, "set it to false")
+    yield from _tensor_parallel("rollout.tp", tp, shape)
     if shape.experts and not config.rollout.expert_parallel:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
-    yield from _dense_columns("rollout.tp", tp, shape)
 
 
-def _dense_columns(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+def _tensor_parallel(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+    yield from _divides(key, tp, shape.heads, "attention heads")
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        reason = f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads"
+        yield Finding(key, reason, f"use a divisor or a multiple of {shape.kv_heads}")
     if shape.dense_layers:
         yield from _divides(key, tp, shape.ffn, "columns of the dense MLP")
     if shape.shared_ffn:
@@ -112,12 +119,6 @@ def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
         near = sorted(options, key=lambda n: abs(n - size))[:4]
         reason = f"{size} does not divide the model's {total} {what}"
         yield Finding(key, reason, f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}")
-
-
-def _kv_heads(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        reason = f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads"
-        yield Finding(key, reason, f"use a divisor or a multiple of {shape.kv_heads}")
 
 
 def devices_are_shared(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -182,15 +183,6 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
         reason = f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}"
         fix = f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false"
         yield Finding("rollout.deterministic", reason, fix)
-
-
-def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
-    """The servers' kernels can be given other weights."""
-    if config.rollout.adapter_mode != "merged":
-        return
-    if config.rollout.expert_parallel and config.cluster.device == "cpu":
-        reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
-        yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
 
 
 def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -381,13 +373,6 @@ def _option(line: str) -> str:
     if line.startswith("--"):
         return line[2:].partition("=")[0].partition(" ")[0]
     return _SHORT.get(line[1:2], "")
-
-
-def servers_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
-    least, servers = config.cluster.min_servers, config.rollout.servers
-    if least > servers:
-        reason = f"{least} servers are required and rollout.servers = {servers}"
-        yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
 
 
 def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:

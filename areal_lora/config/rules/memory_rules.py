@@ -8,7 +8,7 @@ from areal_lora.config.rules.findings import Finding, Severity, canonical, shape
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
-from areal_lora.config.sizing.slots import broadcast_backend, has_tenants, pools_of, seats_of, shared_devices
+from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
@@ -191,14 +191,6 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("cluster.interface", reason, "set cluster.bind=0.0.0.0, or leave cluster.interface out")
     elif (problem := facts.address_problem) is not None and cluster.total_nodes == 1:  # else other machines decide
         yield Finding(problem.path, problem.reason, problem.fix)
-
-
-def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
-    if not has_tenants(config):
-        return
-    if config.cluster.kind != "local":
-        reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
-        yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")
 
 
 def remote_servers_fit(config: Config, facts: Facts) -> Iterator[Finding]:

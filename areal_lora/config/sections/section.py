@@ -45,39 +45,6 @@ class ServedModel(Section):
         return self
 
 
-_REMOVED = {
-    "trainer.threads": "cluster.threads",
-    "rollout.threads": "cluster.threads",
-    "weight_sync.wire_dtype": "model.dtype: versions are sent in it",
-    "slurm.account": "cluster.slurm.extra=[--account=...]",
-    "api.quota": "areal-lora adapters keys --quota for a tenant",
-    "weight_sync.rejoin_s": "weight_sync.timeout_s: it is four times that",
-    "profile.ranks": "no key: rank 0 writes the traces",
-    "optimizer.eps": "no key: it is 1e-8",
-    "algorithm.ratio": "behaviour_correction: in_ratio for rollout",
-    "algorithm.critic_rank": "rank: the critic has it, too",
-    "task.format": "a data set: word_problems has no format",
-    "workflow.environment": "workflow.env",
-    "workflow.arguments": "workflow.args",
-    "reward.weight": "reward_weights of the adapter, a list",
-    "reward.name": "no name: metrics have the function's or the kind",
-    "reward.correct_threshold": "correct_threshold of an entry of evals",
-    "reward.system_prompt": "reward.prompt for its text",
-    "reward.json_field": "reward.prompt: the reply's last `Score: n`, also as JSON, is read",
-    "reward.pattern": "reward.prompt: the reply's last `Score: n`, also as JSON, is read",
-    "reward.memory_mib": "no limit: it is 4 GiB",
-    "reward.test_s": "reward.timeout_s: a test has 4 CPU seconds",
-    "reward.workers": "no number: only function and code have one",
-    "reward.timeout_s": "no limit: only function and code have one",
-}
-"""Ends of keys of the version before, without numbers of entries: what to use now."""
-
-
-def replacement(key: str) -> str:
-    """What has replaced the dotted ``key``, which has no numbers; empty if nothing."""
-    return next((use for removed, use in _REMOVED.items() if f".{key}".endswith(f".{removed}")), "")
-
-
 def described(pattern: str) -> str:
     """The words for a pattern, for the line that refuses a value."""
     return _PATTERNS.get(pattern, f"a text that matches {pattern}")

@@ -47,11 +47,7 @@ class WordProblemsTask(Section):
     """`three_step`: harder, with numbers of two digits; for the model `tiny_pupil`."""
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
-
-    @property
-    def format(self) -> PromptFormat:
-        """The problem alone."""
-        return PromptFormat()
+    format: ClassVar[PromptFormat] = PromptFormat()
 
 
 GSM8K: dict[str, Any] = {
@@ -191,19 +187,13 @@ ONE, SEVERAL, NAMED, SERVED, USER = TAGS = "(one)", "(several)", "(named)", "(se
 """Tags of spellings in pydantic's locations; no key is called so."""
 
 
-BUILT_IN_S, SERVED_S = 5.0, 180.0
-"""Seconds for one answer, since Math-Verify does not end on some; for one of a served model with all attempts."""
-
-
 class BuiltInReward(Section):
     """A reward of the package. Every kind is computed in killable child processes (`tasks.scorer_setup`)."""
 
     kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
     """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
-
-    @property
-    def timeout_s(self) -> float:
-        return BUILT_IN_S
+    timeout_s: ClassVar[float] = 5.0
+    """Seconds for one answer, since Math-Verify does not end on some."""
 
     @property
     def workers(self) -> int:
@@ -228,14 +218,10 @@ class FunctionReward(Section):
 class ServedReward(ServedModel):
     """A reward by a model that others serve."""
 
-    @property
-    def timeout_s(self) -> float:
-        return SERVED_S
-
-    @property
-    def workers(self) -> int:
-        """Scorer processes; each scores the answers of one group at a time."""
-        return 2
+    timeout_s: ClassVar[float] = 180.0
+    """Seconds for one answer, with all attempts."""
+    workers: ClassVar[int] = 2
+    """Scorer processes; each scores the answers of one group at a time."""
 
 
 class JudgeReward(ServedReward):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
-from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -170,8 +169,8 @@ def _adapters(
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
-    trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
-    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + _critic_share(a)) for a in adapters)
+    trained = sum(held[adapter.name] * (1 + adapter.algorithm.has_critic) for adapter in adapters)
+    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + a.algorithm.has_critic) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
@@ -181,12 +180,12 @@ def _adapters(
         for a in adapters
     }
     wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
-    copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
+    copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in adapters)
     # A packer for checkpoints and one for the wire receive what other tensor-parallel ranks send.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
     for adapter in adapters:
-        packers = 1 + (adapter_run(config, adapter).wire_dtype != "float32") + _critic_share(adapter)
+        packers = 1 + (config.model.dtype != "float32") + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
     over_host, merged = slots.broadcast_backend(config) == "gloo", config.rollout.adapter_mode == "merged"
@@ -272,11 +271,6 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
     return total
 
 
-def _critic_share(adapter: AdapterConfig) -> float:
-    """Size of the adapter's critic over its own; the value head is a vector. 0 without a critic."""
-    return float(adapter.algorithm.has_critic)
-
-
 def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
     """Bytes of a version that a source rank of a stage sends: those of its experts, or of the stage if dense."""
     sources = max(1, stage_sources(config, shape, adapter, layers))
@@ -301,7 +295,7 @@ def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> 
     """Bytes of one version on the wire."""
     size = adapter_size(shape, adapter.spec(""))
     numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
-    return numbers * DTYPE_BYTES[adapter_run(config, adapter).wire_dtype]
+    return numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def slot_parameters(config: Config, shape: ModelShape) -> int:

@@ -8,10 +8,9 @@ from typing import Any
 from areal_lora.operations.protocol import LoadState, Publish
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
-from areal_lora.service.queue.answers import forget, give
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode
-from areal_lora.service.queue.sequencer import append, fail_open, insert, load
+from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, load
 from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
 
@@ -131,6 +130,13 @@ def expire(tx: Transaction, state: rows.SavedState) -> None:
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         leave(tx, snapshot, "its weights were deleted")
     tx.do("DELETE FROM samplers WHERE path = ?", state.path)
+
+
+def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
+    """The state stays for ``ttl_s`` seconds from now; None: for ever."""
+    check_ttl(ttl_s)
+    state, until = tx.state(tenant, path), None if ttl_s is None else tx.now_s + ttl_s
+    tx.do("UPDATE saved_states SET expires_s = ? WHERE adapter = ? AND label = ?", until, state.adapter, state.label)
 
 
 def saved(tx: Transaction, tenant: str, model: str | None = None) -> list[rows.SavedState]:

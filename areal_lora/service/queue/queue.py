@@ -26,7 +26,7 @@ from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, model_id
-from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.queue_store import SESSIONS, Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.service.refused import RequestError, Unavailable
@@ -71,7 +71,7 @@ class RequestQueue:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "RequestQueue":
-        for session in await self.change(lambda tx: tx.sessions("ended = 0")):
+        for session in await self.change(lambda tx: SESSIONS.select(tx.db, "ended = 0")):
             self._heartbeats.opened(session.session, session.tenant)
         self._tasks = [
             watched_task("queue-link", self._outbox.link.run),

@@ -252,14 +252,6 @@ class PendingSample:
     at_s: float
 
 
-def parse_path(path: str) -> tuple[str, Kind, str] | None:
-    """Model, kind and name of a saved state; None for what is no path."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in list(Kind):
-        return None
-    return parts[0], Kind(parts[1]), parts[2]
-
-
 def model_id(session: str, model_seq: int) -> str:
     return f"{session}:train:{model_seq}"
 

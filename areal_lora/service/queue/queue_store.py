@@ -118,7 +118,7 @@ class Transaction:
 
     def session(self, tenant: str, session: str, *, ended: bool = False) -> queue_rows.ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
-        found = self.sessions("session = ? AND tenant = ?", session, tenant)
+        found = SESSIONS.select(self.db, "session = ? AND tenant = ?", session, tenant)
         if not found:
             raise unknown("session_id", "session", session)
         if found[0].ended and not ended:
@@ -133,30 +133,25 @@ class Transaction:
         return found[0]
 
     def sampler(self, tenant: str, sampler: str) -> queue_rows.SamplingSession:
-        found = self.samplers("sampler = ? AND tenant = ?", sampler, tenant)
+        found = SAMPLERS.select(self.db, "sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
             raise unknown("sampling_session_id", "sampling session", sampler)
         return found[0]
 
     def state(self, tenant: str, path: str) -> queue_rows.SavedState:
         """The saved state at ``path``, unless it has expired."""
-        parts = queue_rows.parse_path(path)
-        found = parts and self.states("tenant = ? AND model = ? AND kind = ? AND name = ?", tenant, *parts)
+        parts = path.removeprefix(queue_rows.SCHEME).split("/") if path.startswith(queue_rows.SCHEME) else []
+        where = "tenant = ? AND model = ? AND kind = ? AND name = ?"
+        found = self.states(where, tenant, *parts) if len(parts) == 3 else []
         if not found or (found[0].expires_s is not None and found[0].expires_s <= self.now_s):
             raise unknown("path", "saved state", path)
         return found[0]
-
-    def sessions(self, where: str, *values: object) -> list[queue_rows.ClientSession]:
-        return SESSIONS.select(self.db, where, *values)
 
     def models(self, where: str, *values: object) -> list[queue_rows.Model]:
         return MODELS.select(self.db, where, *values)
 
     def states(self, where: str, *values: object) -> list[queue_rows.SavedState]:
         return STATES.select(self.db, where, *values)
-
-    def samplers(self, where: str, *values: object) -> list[queue_rows.SamplingSession]:
-        return SAMPLERS.select(self.db, where, *values)
 
     def of_adapter(self, adapter: str) -> queue_rows.Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)

@@ -1,15 +1,17 @@
-"""Operations of models: numbered without gaps, sent to the trainer, and what came of them."""
+"""Operations of models: numbered without gaps, sent to the trainer; from the outcomes of a request's operations to its
+answer, with what it leaves: saved states, sampling sessions.
+"""
 
 from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import msgspec
 
 from areal_lora.operations import protocol
 from areal_lora.processes.log import get_logger
 from areal_lora.service.queue import ordering, requests
-from areal_lora.service.queue.answers import drop_label, give, settle
-from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model
-from areal_lora.service.queue.queue_store import Transaction, unknown
+from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model, SamplingSession, SavedState, sampler_id
+from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction, unknown
 from areal_lora.service.refused import RequestError
 
 LOST = protocol.OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)
@@ -17,23 +19,22 @@ KEPT_FAILED = 512
 MAX_TTL_S = 10 * 366 * 86400.0
 AT_ONCE_BYTES = 32 << 20
 _what: Callable[[bytes], protocol.What] = msgspec.msgpack.Decoder(protocol.What).decode
+SaveAction: TypeAlias = requests.Save | requests.SaveForSampler
 
 log = get_logger(__name__)
 
 
 def promote(tx: Transaction, model: Model) -> None:
     """Give numbers to the requests of ``model`` whose turn has come."""
-    found = tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model)
-    held = dict(found)
+    held = dict(tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model))
     start = model.next_seq
     if (after_gap := ordering.sealed(start, held, tx.now_s)) is not None:
         missing = f"request {start}" if after_gap == start + 1 else f"requests {start} to {after_gap - 1}"
         append(tx, model.adapter, "", protocol.Poison(reason=f"{missing} of its window never came"))
         start = after_gap
     for seq in ordering.ready(start, held):
-        [(request, action)] = tx.rows(
-            "SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq
-        )
+        sql = "SELECT request, action FROM requests WHERE owner = ? AND seq = ?"
+        [(request, action)] = tx.rows(sql, model.model, seq)
         match requests.decode_action(action):
             case requests.Refuse(reason=reason):
                 give(tx, request, protocol.OperationFailure(reason=reason, by_client=True))
@@ -308,13 +309,103 @@ def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite:
         raise RequestError("path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
 
 
-def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
-    """The state stays for ``ttl_s`` seconds from now; None: for ever."""
-    check_ttl(ttl_s)
-    state, until = tx.state(tenant, path), None if ttl_s is None else tx.now_s + ttl_s
-    tx.do("UPDATE saved_states SET expires_s = ? WHERE adapter = ? AND label = ?", until, state.adapter, state.label)
-
-
 def check_ttl(ttl_s: float | None) -> None:
     if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
         raise RequestError("ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state")
+
+
+def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
+    """Keep the first answer of a request. Its action is kept while the trainer may still expect it: what fails is sent
+    again without data.
+    """
+    needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request AND o.failed = 0)"
+    given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
+    sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
+    tx.do(sql, requests.encode(answer), tx.now_s, request)
+    tx.answered.add(request)
+
+
+def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome | None) -> None:
+    """Answer ``request`` if all its operations have ended; ``newest`` is the outcome of the last of them."""
+    sql = "SELECT number, failed, outcome FROM client_operations WHERE adapter = ? AND request = ? ORDER BY number"
+    ops = tx.rows(sql, model.adapter, request)
+    row = tx.row("SELECT action FROM requests WHERE request = ? AND answer IS NULL", request)
+    if row is None or any(failed is None for _, failed, _ in ops):
+        return
+    known = [newest if outcome is None else protocol.decode_outcome(outcome) for _, _, outcome in ops]
+    outcomes, numbers = [outcome for outcome in known if outcome is not None], [number for number, _, _ in ops]
+    action = requests.decode_action(row[0])
+    failed = next((each for each in outcomes if isinstance(each, protocol.OperationFailure)), None)
+    if failed is None:
+        give(tx, request, _answer(tx, model, action, numbers, outcomes))
+        return
+    if isinstance(action, SaveAction):
+        for number, outcome in zip(numbers, outcomes):
+            if isinstance(outcome, protocol.StateResult):  # it belongs to no one
+                drop_label(tx, model.adapter, f"n{number}")
+    give(tx, request, failed)
+
+
+def forget(tx: Transaction, state: SavedState) -> None:
+    """Forget a saved state. Its files are removed by whoever reads ``dropped_states``."""
+    tx.do("DELETE FROM saved_states WHERE model = ? AND kind = ? AND name = ?", state.model, state.kind, state.name)
+    drop_label(tx, state.adapter, state.label)
+    tx.forgotten.add(state.path)
+
+
+def drop_label(tx: Transaction, adapter: str, label: str) -> None:
+    tx.do("INSERT OR IGNORE INTO dropped_states VALUES (?, ?)", adapter, label)
+
+
+def _answer(
+    tx: Transaction, model: Model, action: requests.Action, numbers: list[int], outcomes: list[protocol.Outcome]
+) -> requests.Answer:
+    match action:
+        case requests.CreateModel(load=load):
+            return requests.ActionResult(model=model.model, path=load.path if load else None)
+        case requests.Train():
+            return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
+        case requests.Load(path=path):
+            return requests.ActionResult(model=model.model, path=path)
+        case requests.Save() | requests.SaveForSampler(name=str()):
+            return requests.ActionResult(path=_save(tx, model, action, numbers[0], outcomes))
+        case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
+            made = SamplingSession(
+                sampler=sampler_id(model.session, seq),
+                tenant=model.tenant,
+                session=model.session,
+                path=None if in_flight else _save(tx, model, action, numbers[0], outcomes),
+                model=model.model if in_flight else None,
+                created_s=tx.now_s,
+            )
+            SAMPLERS.insert(tx.db, made, "ON CONFLICT DO NOTHING")
+            return requests.ActionResult(sampler=made.sampler)
+    raise AssertionError(f"{type(action).__name__} is answered elsewhere")
+
+
+def _save(tx: Transaction, model: Model, action: SaveAction, number: int, outcomes: list[protocol.Outcome]) -> str:
+    """Note the saved state; one of this name that was there before is dropped."""
+    kind = Kind.WEIGHTS if isinstance(action, requests.Save) else Kind.SAMPLER
+    name = action.name or f".{number}"  # clients' names do not start with a dot
+    kept, published = outcomes[0], outcomes[-1]
+    assert isinstance(kept, protocol.StateResult)
+    for before in tx.states("model = ? AND kind = ? AND name = ?", model.model, kind, name):
+        forget(tx, before)
+    state = SavedState(
+        model=model.model,
+        tenant=model.tenant,
+        adapter=model.adapter,
+        kind=kind,
+        name=name,
+        label=f"n{number}",
+        named=not name.startswith("."),
+        version=published.version if isinstance(published, protocol.PublishResult) else None,
+        step=kept.step,
+        n_bytes=kept.n_bytes,
+        lora=model.lora,
+        created_s=tx.now_s,
+        expires_s=None if action.ttl_s is None else tx.now_s + action.ttl_s,
+        notes=action.notes,
+    )
+    STATES.insert(tx.db, state)
+    return state.path

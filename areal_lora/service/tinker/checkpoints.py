@@ -37,8 +37,8 @@ from areal_lora.service.http import Answered, Caller, Guard, body_of, notes_of, 
 from areal_lora.service.queue import client_sessions
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
+from areal_lora.service.queue.queue_store import SAMPLERS, SESSIONS
 from areal_lora.service.queue.requests import ActionResult
-from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.sample_tasks import Base, of_attention
@@ -125,7 +125,7 @@ class Checkpoints:
 
     async def list_sessions(self, request: Request, caller: Caller) -> Answered:
         """Newest first."""
-        found = await self._queue.change(lambda tx: tx.sessions("tenant = ?", caller.tenant))
+        found = await self._queue.change(lambda tx: SESSIONS.select(tx.db, "tenant = ?", caller.tenant))
         page, _ = _page(request, found[::-1])
         return {"sessions": [each.session for each in page]}
 
@@ -134,7 +134,7 @@ class Checkpoints:
         name = request.path_params["session"]
         session = await self._queue.change(lambda tx: tx.session(caller.tenant, name, ended=True))
         models = await self._queue.change(lambda tx: tx.models("session = ? AND of_state IS NULL", name))
-        samplers = await self._queue.change(lambda tx: tx.samplers("session = ?", name))
+        samplers = await self._queue.change(lambda tx: SAMPLERS.select(tx.db, "session = ?", name))
         about = msgspec.json.decode(session.about or b"{}", type=sdk_bodies.CreateSession)
         return {
             "training_run_ids": [each.model for each in models],
@@ -175,7 +175,7 @@ class Checkpoints:
         body = sdk_decoded(await body_of(request, caller), sdk_bodies.Ttl)
         if not await self._external(request, caller):
             path = path_of_request(request)
-            await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, body.ttl_seconds))
+            await self._queue.change(lambda tx: client_sessions.set_ttl(tx, caller.tenant, path, body.ttl_seconds))
         return Response(status_code=204)
 
     async def _external(self, request: Request, caller: Caller) -> bool:

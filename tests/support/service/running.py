@@ -20,7 +20,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
-from areal_lora.service.acceptance import Acceptance, admit_operator, read_key
+from areal_lora.service.acceptance import Acceptance, admit_operator
 from areal_lora.service.api import Api
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.observed import RunObserver
@@ -83,7 +83,7 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     store, observed = Store(folder.service_tables, config.run.name), RunObserver(folder)
     observed.look()
     admit_operator(store, folder.service_key, quota)
-    keys = {"operator": read_key(folder.service_key)}
+    keys = {"operator": folder.service_key.read_text().strip()}
     for tenant in ("acme", "bolt"):
         keys[tenant] = new_key()
         store.put_tenant(tenant, quota)

@@ -250,26 +250,6 @@ def test_an_environment_is_named_as_its_kind_needs_it(tmp_path: Path, keys: str)
         load_config([MOE, EMBEDDED, tmp_path / "more.yaml"])
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("adapters.0.reward.workers=2", "only function and code"),
-        ("adapters.gsm8k.reward=[{kind: numeric_match, name: right}]", "metrics have the function's"),
-        ("weight_sync.wire_dtype=float32", "model.dtype"),
-        ("service={api: {quota: {rank: 8}}}", "keys --quota"),
-        ("weight_sync.rejoin_s=60", "timeout_s: it is four times that"),
-        ("run.profile={steps: [1], ranks: [1]}", "rank 0 writes"),
-        ("adapters.0.optimizer.eps=1e-6", "1e-8"),
-    ],
-)
-def test_a_removed_key_is_sent_to_what_has_replaced_it(override: str, words: str) -> None:
-    key = override.partition("=")[0].rpartition(".")[2]
-    with pytest.raises(
-        ConfigError, match=f"{'' if key in ('service', 'reward', 'profile') else key}.*unknown key .*{words}"
-    ):
-        load_config([MOE], [override])
-
-
 def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:
     wrong = write(tmp_path, "wrong.yaml", "run: {nmae: x, steps: many}\nadapters:\n  - {rank: -1, alhpa: 3}\n")
     with pytest.raises(ConfigErrors) as refused:

@@ -52,17 +52,6 @@ def test_wrong_settings_are_named_by_their_own_keys(
         joined(config, DesiredAdapter(name="a", incarnation=1, adapter=section | changed))
 
 
-def test_old_keys_of_an_adapter_that_has_joined_are_dropped_and_new_ones_refused(
-    config: Config, section: dict[str, Any]
-) -> None:
-    old = section | {"eval_every_steps": 3, "optimizer": section["optimizer"] | {"beta2": 0.999}}
-    desired = DesiredAdapter(name="a", incarnation=1, adapter=old)
-    assert joined(config, desired) == joined(config, DesiredAdapter(name="a", incarnation=1, adapter=section))
-    assert desired.adapter["optimizer"]["beta2"] == 0.999, "the desired state stays"
-    with pytest.raises(ConfigError, match="unknown key in the settings of a"):
-        joined(config, desired, submitted=True)
-
-
 def test_who_looks_at_a_run_sees_those_that_joined(config: Config, section: dict[str, Any], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
     entries = (

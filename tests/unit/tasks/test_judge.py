@@ -134,7 +134,7 @@ def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monk
 
 
 def test_an_answer_out_of_time_is_a_timeout(monkeypatch):
-    monkeypatch.setattr(task, "SERVED_S", 1.0)
+    monkeypatch.setattr(task.ServedReward, "timeout_s", 1.0)
 
     def measure():
         with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:

@@ -64,7 +64,7 @@ def test_a_gold_answer_that_states_nothing_is_an_error():
 
 
 def test_the_deadline_rules_over_expressions_that_never_end(monkeypatch):
-    monkeypatch.setattr(task, "BUILT_IN_S", 2.0)
+    monkeypatch.setattr(task.BuiltInReward, "timeout_s", 2.0)
 
     async def run():
         async with ScorerPool(BuiltInReward(kind="math_verify")) as pool:

@@ -10,14 +10,13 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
-from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, unload
+from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, set_ttl, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Pending, Save, SaveForSampler, Train
-from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
 from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
