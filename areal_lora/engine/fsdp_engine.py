@@ -24,7 +24,6 @@ from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, Sha
 from areal_lora.engine.fsdp_utils.model import build_model, take_experts, take_logit_scale
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.router_replay import refused
 from areal_lora.errors import ConfigError, UnknownTensorError
@@ -73,7 +72,7 @@ class FsdpModel:
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> list[Result]:
-            self.active.follow(packed.tokens)
+            self.active.tokens = packed.tokens
             if packed.tokens.routes is not None and packed.tokens.routes.shape[1] != len(self._experts):
                 raise refused(type(self.module).__name__)
             self.output.expect(packed, judge.readout)
@@ -111,13 +110,10 @@ class FsdpModel:
             self._linears[piece.name].adapters[memory.spec.name] = LinearLora.of(memory, bank, piece.rows, scale)
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
-        lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
         sites = [site for path, site in self._experts.items() if f".layers.{bank.layer}." in path]
         if len(sites) != 1:
             raise UnknownTensorError(f"layer {bank.layer}: {len(sites)} groups of fused experts that take an adapter")
-        scale, numbers = memory.scale_and_sites(bank)
-        lora = ExpertLora(lora_a, lora_b, scale, torch.tensor(numbers, device=lora_a.device))
-        (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = lora
+        (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = memory.experts(bank)
 
 
 class FsdpEngine(AdapterEngine):

@@ -176,16 +176,12 @@ def _projections(shape: ModelShape) -> tuple[_Projection, ...]:
             group = (key.scope, key.linear, piece.name.rpartition(".")[2])
             paths.setdefault(group, []).append((piece.name, megatron))
             sizes[group] = (piece.in_features, piece.out_features)
-    return tuple(
-        _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(found))
-        for (scope, linear, leaf), found in sorted(
-            paths.items(), key=lambda group: (_SCOPES.index(group[0][0]), _order(group[0][1]))
-        )
-    )
-
-
-def _order(linear: str) -> int:
-    return TARGETS.index(linear) if linear in TARGETS else 0
+    found = [
+        _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(own))
+        for (scope, linear, leaf), own in paths.items()
+    ]
+    order = {linear: number for number, linear in enumerate(TARGETS)}
+    return tuple(sorted(found, key=lambda part: (_SCOPES.index(part.scope), order.get(part.linear, 0))))
 
 
 def _megatron_path(key: SiteKey) -> str:
@@ -220,10 +216,8 @@ def check_patterns(shape: ModelShape, spec: AdapterSpec) -> None:
     for key, pairs in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
         for pattern, _ in pairs:
             _check_pattern(key, pattern, layers)
-        if not pairs:
-            continue
-        for modules in layers:
-            number = {module: _first(pairs, module) for module in modules}
+        for modules in layers if pairs else ():
+            number = {m: next((n for pattern, n in pairs if matches(pattern, m)), None) for m in modules}
             other = next((m for m in modules if number[m] != number[modules[0]]), None)
             if other is not None:
                 numbers = f"{number[modules[0]] or 'default'}, {number[other] or 'default'}"
@@ -247,7 +241,3 @@ def _check_pattern(key: str, pattern: str, layers: list[list[str]]) -> None:
         raise ConfigError(
             key, f"{pattern!r} matches no adapted module", f"match paths such as {layers[0][0]}, or leave it out"
         )
-
-
-def _first(pairs: tuple[tuple[str, float], ...], module: str) -> float | None:
-    return next((number for pattern, number in pairs if matches(pattern, module)), None)

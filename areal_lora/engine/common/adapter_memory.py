@@ -20,6 +20,7 @@ from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.active import site_key
+from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import ValueHead
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
@@ -95,6 +96,12 @@ class AdapterMemory:
         """What multiplies the products of a bank, and the numbers of its sites for dropout."""
         names = [self.model.pieces(key)[0].name for key in bank.keys]
         return self.spec.scale_of(names[0]), tuple(map(site_key, names))
+
+    def experts(self, bank: Bank) -> ExpertLora:
+        """A bank of routed experts, for `expert_mlp`."""
+        scale, sites = self.scale_and_sites(bank)
+        numbers = torch.tensor(sites, device=self.weights.device)
+        return ExpertLora(*self.parameters(bank, None if bank.experts else 0), scale, numbers)
 
     def layout(self, dtype: str) -> AdapterLayout:
         """The wire layout, equal on every rank (not collective)."""

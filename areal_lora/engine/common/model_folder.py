@@ -75,21 +75,16 @@ def _attach(source: Path, copy: Path) -> None:
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         if os.fstat(fd).st_size != source.stat().st_size:
-            _fill(source, fd)
+            os.ftruncate(fd, 0)  # written from the start, so the size shows whether the copy is whole
+            with source.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
+                    pass
     except OSError as error:
         copy.unlink(missing_ok=True)
         raise _refused(source, copy, error) from error
     finally:
         fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
-def _fill(source: Path, fd: int) -> None:
-    """Written from the start, so the size shows whether the copy is whole."""
-    os.ftruncate(fd, 0)
-    with source.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
-            pass
 
 
 def _sweep(memory: Path, keep: set[str]) -> None:

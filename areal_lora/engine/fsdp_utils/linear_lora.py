@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.layers.active import ActiveAdapters, kept
-from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
+from areal_lora.engine.layers.active import ActiveAdapters
+from areal_lora.engine.layers.grouped_lora import Groups, UpProjection, down_projection
 from areal_lora.families.sites import RowRanges
 
 
@@ -35,12 +34,9 @@ class SharedInput:
     def hidden(self, x: Tensor, active: ActiveAdapters) -> Tensor:
         """[t, r] of the layer's input ``x`` [..., in]; r is one adapter's rank, or as in `stacked`."""
         if self._known is None or self._known[0] is not x:
-            flat, lora_a = x.reshape(-1, x.shape[-1]), [self.lora_a.get(adapter.name) for adapter in active.each]
+            flat, lora_a = x.reshape(-1, x.shape[-1]), [self.lora_a.get(name) for name in active.each]
             keep = active.keep(active.tokens, self._site, flat.shape[1])
-            if len(lora_a) == 1:
-                found = functional.linear(kept(flat, keep), self.lora_a[active.each[0].name])
-            else:
-                found = DownProjection.apply(flat, Groups.of(active.tokens), keep, *lora_a)
+            found = down_projection(flat, active.tokens, keep, lora_a)
             self._known, self._left = (x, found), self._projections
         hidden, self._left = self._known[1], self._left - 1
         if not self._left:
@@ -104,7 +100,7 @@ class LinearSite:
 
     def __call__(self, module: nn.Module, args: Sequence[Tensor], output: Tensor) -> Tensor:
         active = self._active
-        parts = [self.adapters.get(adapter.name) for adapter in active.each]
+        parts = [self.adapters.get(name) for name in active.each]
         if not any(parts):
             return output
         hidden, rows = self.shared.hidden(args[0], active), active.tokens
