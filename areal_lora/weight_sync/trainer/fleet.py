@@ -66,10 +66,10 @@ class _Line:
         left_s = self.time_to_send(deadline)
         return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
-    def publish(self, announcement: Announcement[msgspec.Raw], deadline: float, answer_s: float) -> PublishReply:
+    def publish(self, announcement: Callable[[float], bytes], deadline: float, answer_s: float) -> PublishReply:
         self.drop(_left_s(deadline))
         left_s = self.time_to_send(deadline)
-        return self.client.publish(encode(msgspec.structs.replace(announcement, timeout_s=left_s)), left_s + answer_s)
+        return self.client.publish(announcement(left_s), left_s + answer_s)
 
     def time_to_send(self, deadline: float) -> float:
         """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
@@ -110,9 +110,6 @@ class Fleet:
             line.undropped |= self._away.get(server, set())
             # An earlier session of the server does not return.
             self._away = {other: names for other, names in self._away.items() if other.name != server.name}
-
-    def close(self) -> None:
-        self.keep(())
 
     def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """Raises PublishError if ``server``, a member or not, does not answer in time."""
@@ -236,23 +233,19 @@ class Fleet:
         """
         known, new = msgspec.Raw(msgspec.msgpack.encode(None)), msgspec.Raw(layout.encoded)
 
-        def bringing(servers: Iterable[ServerEndpoint]) -> Announcement[msgspec.Raw]:
+        def body(servers: Iterable[ServerEndpoint]) -> Callable[[float], bytes]:
             layouts = [self._lines[server].layouts for server in servers]
             brings = known if all(manifest.layout in each for each in layouts) else new
             for each in layouts:
                 each.add(manifest.layout)
-            return Announcement(manifest=manifest, layout=brings, timeout_s=0.0)
-
-        def body(servers: Iterable[ServerEndpoint]) -> Callable[[float], bytes]:
-            announcement = bringing(servers)
-            return lambda left_s: encode(msgspec.structs.replace(announcement, timeout_s=left_s))
+            return lambda left_s: encode(Announcement(manifest=manifest, layout=brings, timeout_s=left_s))
 
         ready = {server for server in members if not self._lines[server].undropped}
         posts = self._relayed(ready, messages.PUBLISH_PATH, body, PublishReply, deadline, answer_s)
         for server in members:
             if server not in posts:
                 line = self._lines[server]
-                posts[server] = line.thread.submit(line.publish, bringing([server]), deadline, answer_s)
+                posts[server] = line.thread.submit(line.publish, body([server]), deadline, answer_s)
         return posts
 
     def _relayed(
@@ -327,12 +320,8 @@ class Fleet:
                 del known[old]
             found = check_probe(ref, str(server), expected, served, base, tolerance, before)
             if found.mean_abs > tolerance:
-                log.warning(
-                    "%s on %s: a probe sequence differs by up to %.2g nats, the others do not: a tie between experts",
-                    ref,
-                    server,
-                    found.max_abs,
-                )
+                tie = "a probe sequence differs by up to %.2g nats, the others do not: a tie between experts"
+                log.warning(f"%s on %s: {tie}", ref, server, found.max_abs)
             return found
 
         return {server: self._lines[server].thread.submit(score, server) for server in members}
