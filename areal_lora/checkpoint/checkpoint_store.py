@@ -46,10 +46,10 @@ from areal_lora.checkpoint.state import (
     Manifest,
     RankRandom,
     best_version,
-    decode_manifest,
     encode_manifest,
     file_parts,
     rank_file,
+    read_manifest,
 )
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
@@ -253,9 +253,9 @@ def plan_deletions(
 
 
 def looks_whole(folder: Path) -> bool:
-    """Return whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
+    """Whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
     try:
-        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        manifest = read_manifest(folder)
         return all((folder / entry.name).stat().st_size == entry.nbytes for entry in manifest.files)
     except (OSError, CheckpointError):
         return False

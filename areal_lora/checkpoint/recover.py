@@ -51,6 +51,10 @@ class WholeCheckpoint:
     manifest: state.Manifest
 
     @property
+    def ref(self) -> AdapterRef:
+        return AdapterRef(name=self.manifest.spec.name, version=self.manifest.version)
+
+    @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.manifest.files)
 
@@ -176,7 +180,7 @@ def verify(folder: Path, ref: AdapterRef) -> state.Manifest:
     Raises CheckpointError with the reason only, without the path.
     """
     try:
-        manifest = state.decode_manifest((folder / state.MANIFEST_FILE).read_bytes())
+        manifest = state.read_manifest(folder)
         if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
             raise CheckpointError(f"the manifest is of {manifest.spec.name}@v{manifest.version}")
         for entry in manifest.files:
@@ -230,12 +234,9 @@ _NUMBER = re.compile(r"v?(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """A version whose checkpoint is whole. ``aliases``: full name to the wire name of the same tensor."""
+class Version(WholeCheckpoint):
+    """One to export. ``aliases``: full name to the wire name of the same tensor."""
 
-    ref: AdapterRef
-    path: Path
-    manifest: state.Manifest
     aliases: dict[str, str]
     revision: str | None
 
@@ -243,7 +244,7 @@ class Version:
         """All tensors in float32 on the host, under every name; names that share a tensor share its memory."""
         import torch
 
-        weights = state.read_files([self.path / entry.name for entry in state.files_of(self.manifest)])["weight"]
+        weights = state.read_tensors(self.path, self.manifest)["weight"]
         tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
         return tensors | {name: tensors[wire] for name, wire in self.aliases.items()}
 
@@ -274,28 +275,28 @@ def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: st
     if number not in present:
         kept = ", ".join(f"v{version}" for version in present) or "none"
         raise ConfigError(f"--version {text}", f"{root} does not hold it", f"choose one of the kept versions: {kept}")
-    ref, path = AdapterRef(name=adapter.name, version=number), version_folder(root, number)
+    path = version_folder(root, number)
     try:
-        manifest = verify(path, ref)
+        manifest = verify(path, AdapterRef(name=adapter.name, version=number))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error} (fix: choose another version)") from None
-    return _version(config, ref, path, manifest)
+    return _version(config, path, manifest)
 
 
 def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -> Version:
     """What a client saved of ``adapter`` under ``label``. Raises CheckpointError, without the path."""
     path = folder.saved_state(adapter, label)
     try:
-        manifest = state.decode_manifest((path / state.MANIFEST_FILE).read_bytes())
+        manifest = state.read_manifest(path)
     except OSError as error:
         raise CheckpointError(f"{state.MANIFEST_FILE}: {error.strerror}") from error
     ref = AdapterRef(name=manifest.spec.name, version=manifest.version)
-    return _version(config, ref, path, verify(path, ref))
+    return _version(config, path, verify(path, ref))
 
 
-def _version(config: Config, ref: AdapterRef, path: Path, manifest: state.Manifest) -> Version:
+def _version(config: Config, path: Path, manifest: state.Manifest) -> Version:
     aliases = aliases_of(read_shape(Path(config.model.folder)), manifest.spec)
-    return Version(ref=ref, path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
+    return Version(path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
 
 
 def aliases_of(shape: ModelShape, spec: AdapterSpec) -> dict[str, str]:

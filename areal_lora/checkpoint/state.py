@@ -175,6 +175,16 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CheckpointError(f"the manifest cannot be read: {e}") from e
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """That of the checkpoint or saved state in ``folder``. Raises OSError, and CheckpointError as `decode_manifest`."""
+    return decode_manifest((folder / MANIFEST_FILE).read_bytes())
+
+
+def read_tensors(folder: Path, manifest: Manifest, role: str = "") -> dict[str, dict[str, np.ndarray]]:
+    """As `read_files`, of the adapter itself, or of its companion in ``role``."""
+    return read_files([folder / entry.name for entry in files_of(manifest, role)])
+
+
 def file_parts(state: AdapterState) -> list[bytes | memoryview]:
     """Return the content of a rank's file without copying the tensors: the header, then one buffer per part."""
     kept = [part for part in PARTS if part in state.parts]
