@@ -40,7 +40,7 @@ from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
-from areal_lora.families.flops import PassSizes
+from areal_lora.families.sites import PassSizes
 from areal_lora.families.targets import check_patterns
 from areal_lora.obs.trace import Spans
 from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range

@@ -18,7 +18,7 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AlignmentError
-from areal_lora.families.flops import PassSizes
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]

@@ -9,7 +9,7 @@ from torch import nn
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
+from areal_lora.engine.fsdp_engine import LinearLora, LinearSite, SharedInput
 from areal_lora.engine.layers.active import ActiveAdapters, Dropout, PackedTokens
 from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape
