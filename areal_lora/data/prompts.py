@@ -199,7 +199,10 @@ class PromptStream:
         check_samples(samples)
         self._samples, self._formatter = samples, formatter
         self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
-        self.digest = _digest(seed, samples)
+        digest = blake2b(str(seed).encode(), digest_size=16)
+        for sample in samples:
+            digest.update(b"\n" + sample.uid.encode())
+        self.digest = digest.hexdigest()
         if blank := [sample for sample in samples if not sample.prompt.strip()]:
             prompts_of(blank, formatter)
         if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
@@ -241,10 +244,3 @@ def prompts_of(samples: Sequence[Sample], formatter: Formatter) -> list[Prompt]:
         if not prompt.token_ids:
             raise ConfigError("adapters.task", f"sample {prompt.uid} has a prompt without tokens", "remove it")
     return prompts
-
-
-def _digest(seed: int, samples: Sequence[Sample]) -> str:
-    digest = blake2b(str(seed).encode(), digest_size=16)
-    for sample in samples:
-        digest.update(b"\n" + sample.uid.encode())
-    return digest.hexdigest()

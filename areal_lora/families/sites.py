@@ -150,7 +150,8 @@ def _own_linear(shape: ModelShape, key: SiteKey) -> Piece:
 
 def _sizes(shape: ModelShape, key: SiteKey) -> tuple[int, list[RowRanges]]:
     """Inputs of a site, and the rows of each of its projections."""
-    hidden, ffn = shape.hidden, shape.width(key.scope)
+    widths = {Scope.MLP: shape.ffn, Scope.SHARED_EXPERT: shape.shared_ffn}
+    hidden, ffn = shape.hidden, widths.get(key.scope, shape.expert_ffn)
     match key.linear:
         case "linear_qkv":
             return hidden, _qkv_rows(shape)

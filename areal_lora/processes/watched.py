@@ -116,9 +116,15 @@ class _Plan:
             self.counts[point] = self.counts.get(point, 0) + 1
             n, action = self.faults.get(point, (0, ""))
             due = self.counts[point] == n and self._first(point)
-        if due:
-            print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
-            _act(point, action)
+        if not due:
+            return
+        print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "hang":
+            threading.Event().wait()
+        code = getattr(errno, action)
+        raise OSError(code, f"{os.strerror(code)} (injected)", point)
 
     def _first(self, point: str) -> bool:
         if self.marks is None:
@@ -128,15 +134,6 @@ class _Plan:
         except FileExistsError:
             return False
         return True
-
-
-def _act(point: str, action: str) -> None:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if action == "hang":
-        threading.Event().wait()
-    code = getattr(errno, action)
-    raise OSError(code, f"{os.strerror(code)} (injected)", point)
 
 
 def parse(text: str) -> _Plan:

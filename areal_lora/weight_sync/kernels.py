@@ -268,10 +268,6 @@ class TensorBlocks:
         first = np.cumsum([0, *(len(blocks) for blocks in tensors)]).astype(np.int64)
         return cls(src_dtype=src_dtype, dst_dtype=dst_dtype, first=first, blocks=flat)
 
-    @property
-    def n_tensors(self) -> int:
-        return len(self.first) - 1
-
     def check(self, *, src_bytes: int, dst_bytes: np.ndarray | int, slots: int = 1) -> None:
         """Raise ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
         rows, cols = self.blocks["rows"], self.blocks["cols"]
@@ -316,7 +312,7 @@ class TensorBlocks:
         Releases the GIL; uses the calling thread only.
         """
         kinds = KINDS[self.src_dtype], KINDS[self.dst_dtype]
-        a, b = tensors if tensors is not None else (0, self.n_tensors)
+        a, b = tensors if tensors is not None else (0, len(self.first) - 1)
         for start, end in [(a, b)] if marks is None else marks.parts(a, b):
             if marks is not None:
                 marks.measure(src_base, start, end)

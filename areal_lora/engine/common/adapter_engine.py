@@ -143,8 +143,8 @@ class AdapterEngine:
         check_patterns(self._sharded.shape, spec)
         memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
-        held_names = set(memory.held_names())
-        tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held_names]
+        held = set(memory.held[0])
+        tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held]
         memory.load(memory.weights, {t.name: adapter_memory.initial_tensor(t, seed) for t in tensors})
         self._residents[spec.name] = Resident(
             spec=spec, sizes=PassSizes.of(self._sharded.shape, spec), memory=memory, optimizer=adam, seed=seed

@@ -9,6 +9,7 @@ The plans are made once (`transfer_plan`); a publish runs them without Python wo
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +58,6 @@ class AdapterMemory:
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, Packer] = {}
-        self._loading: tuple[list[str], TensorBlocks] | None = None
 
     def refresh(self) -> None:
         """Cast the weights for the layers: before each pass, as a step or a load may have changed them."""
@@ -133,21 +133,17 @@ class AdapterMemory:
             self._packers[dtype] = Packer(self, self.layout(dtype), strided=self.weights.device.type != "cpu")
         return self._packers[dtype]
 
-    def held_names(self) -> list[str]:
-        """The wire tensors of which this rank holds a part."""
-        return self._load_plan()[0]
-
-    def _load_plan(self) -> tuple[list[str], TensorBlocks]:
-        if self._loading is None:
-            self._loading = load_plan(self.model, self.spec, self.rank)
-        return self._loading
+    @cached_property
+    def held(self) -> tuple[list[str], TensorBlocks]:
+        """The wire tensors of which this rank holds a part, and how `load` copies them."""
+        return load_plan(self.model, self.spec, self.rank)
 
     def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts out of whole tensors to ``target``, arranged like the weights (not collective).
 
-        ``tensors`` must contain `held_names`.
+        ``tensors`` must contain those `held`.
         """
-        names, blocks = self._load_plan()
+        names, blocks = self.held
         if not names:
             return
         whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]

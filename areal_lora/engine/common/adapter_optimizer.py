@@ -62,11 +62,6 @@ class _Level:
     def ranks(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def slices(self) -> Iterator[slice]:
-        """Of own elements, so that those of all ranks have `SLICE_BYTES`."""
-        each, width = self.own[1] - self.own[0], max(1, SLICE_BYTES // 4 // self.ranks)
-        return (slice(at, min(at + width, each)) for at in range(0, each, width))
-
 
 NORM_CHUNK = 2**22
 """Elements whose squares are in fp64 at a time: 64 MiB for a moment, whatever the size of the adapter."""
@@ -136,7 +131,10 @@ class AdapterOptimizer:
         moment, alone = self.moments[name], len(self.moments[name]) == len(self._weights)
         parts = dict(zip(self._own, moment.split([end - start for start, end in self._own]), strict=True))
         whole = moment if alone else torch.empty_like(self._weights)
-        cuts = [] if alone else [(level, columns) for level in self._levels() for columns in level.slices()]
+        cuts = []
+        for level in self._levels() if not alone else ():
+            each, width = level.own[1] - level.own[0], max(1, SLICE_BYTES // 4 // level.ranks)
+            cuts += [(level, slice(at, min(at + width, each))) for at in range(0, each, width)]
         most = torch.tensor(len(cuts))
         dist.all_reduce(most, dist.ReduceOp.MAX)  # pipeline stages have memory of several sizes
 
