@@ -76,11 +76,6 @@ class Formatter:
                 "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
             )
 
-    @property
-    def prefill(self) -> str:
-        """Text with which each answer starts; part of the prompt's tokens."""
-        return self.how.prefill
-
     def text(self, sample: Sample) -> str:
         """The whole prompt as text."""
         if not self.how.is_chat or sample.messages is None:
@@ -114,7 +109,7 @@ class Formatter:
 
     def answer(self, text: str) -> list[int]:
         """Tokens [A] of a whole answer of the assistant after its prompt, with the end that the model has to sample."""
-        ids = self.tokenizer.encode(text.removeprefix(self.prefill), add_special_tokens=False)
+        ids = self.tokenizer.encode(text.removeprefix(self.how.prefill), add_special_tokens=False)
         if not self.how.is_chat:
             return [*ids, self.tokenizer.eos_token_id]
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]

@@ -1,9 +1,4 @@
-"""Client of the authenticated store for torch.distributed (``store_server``).
-
-torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
-module releases the GIL, so the server may be a thread of the same process.
-
-Server of the authenticated store for torch.distributed.
+"""The authenticated store for torch.distributed.
 
 torch's ``TCPStore`` has no authentication: every process that reaches its port can read and overwrite every key.
 This store has the same operations behind zmq CURVE, with keys derived from the run secret::
@@ -11,6 +6,9 @@ This store has the same operations behind zmq CURVE, with keys derived from the 
     StoreServer (rank 0, one thread)  <-- ROUTER, CURVE, exactly one address --  CurveStore (every rank, ``store``)
 
 Traffic is encrypted. Both sides prove that they know the secret before the server reads a byte of a request.
+
+torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
+module releases the GIL, so the server may be a thread of the same process.
 """
 
 import threading
