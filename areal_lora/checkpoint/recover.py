@@ -45,8 +45,6 @@ class BrokenCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCheckpoint:
-    """A complete checkpoint."""
-
     path: Path
     manifest: state.Manifest
 
@@ -84,7 +82,6 @@ class AdapterResume:
         return self.newest is None and bool(self.broken)
 
     def lines(self) -> Iterator[str]:
-        """One line per broken checkpoint."""
         instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
         for broken in self.broken:
             yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"

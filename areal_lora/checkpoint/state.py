@@ -44,8 +44,6 @@ class AdapterState:
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a checkpoint, with its size and checksum."""
-
     name: str
     nbytes: int
     blake2b: str

@@ -157,7 +157,6 @@ class FsdpModel:
         return [GradientClass(start=0, end=memory.arena.size, groups=everywhere)]
 
     def detach(self, name: str) -> None:
-        """Forget an attached adapter (not collective)."""
         for linear in self._linears.values():
             linear.adapters.pop(name, None)
             linear.shared.lora_a.pop(name, None)

@@ -64,7 +64,6 @@ class GatedMlp:
 
     @classmethod
     def below(cls, path: str) -> "GatedMlp":
-        """With the usual names, below ``path``."""
         return cls(gate=f"{path}.gate_proj", up=f"{path}.up_proj", down=f"{path}.down_proj")
 
 

@@ -160,7 +160,6 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     init_lora_weights: bool | str | None = True
 
     def spec(self, folder: Path, targets: tuple[str, ...]) -> AdapterSpec:
-        """As the configuration states it, on ``targets``."""
         return AdapterSpec(
             name=folder.name,
             base_model=self.base_model_name_or_path or "",

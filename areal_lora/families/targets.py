@@ -167,7 +167,6 @@ def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigErro
 
 @lru_cache(maxsize=8)
 def _projections(shape: ModelShape) -> tuple[_Projection, ...]:
-    """Every adaptable projection of the model, with all its names."""
     paths: dict[tuple[Scope, str, str], list[tuple[str, str]]] = {}
     sizes: dict[tuple[Scope, str, str], tuple[int, int]] = {}
     for key in sites_of(shape, ExpertLayout.PER_EXPERT):

@@ -342,7 +342,7 @@ class AdapterEngine:
         must start at once and run the iterator to its end before the weights change.
         """
         memory = self.resident(adapter).memory
-        return memory.tensors(memory.weights, self._model.groups)
+        return memory.packer("float32").tensors(memory.weights, self._model.groups)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).

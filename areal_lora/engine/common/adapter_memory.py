@@ -27,7 +27,7 @@ from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
+from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 from areal_lora.weight_sync.strided import StridedCopies
 
 LAUNCHED = 16
@@ -109,14 +109,6 @@ class AdapterMemory:
             self._layouts[dtype] = wire_layout(self.model, self.spec, dtype)
         return self._layouts[dtype]
 
-    def shard(self, dtype: str) -> ShardLayout | None:
-        """Layout of the shard that this rank sends; None for a rank that is not a source."""
-        return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
-
-    def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of this rank's shard of ``source``, copied section by section. Collective like `Packer.fill`."""
-        return self.packer("float32").tensors(source, self.shard("float32"), groups)
-
     def shared_tensors(self) -> dict[str, Tensor]:
         """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
         found = {}
@@ -157,11 +149,13 @@ class AdapterMemory:
 class Packer:
     """One rank's plan, bound to its memory; built at the first publish of a wire dtype.
 
-    Compiled loops copy memory of the host, ``strided`` views that of an accelerator.
+    ``shard`` is what the rank sends; None for a rank that is not a source. Compiled loops copy memory of the host,
+    ``strided`` views that of an accelerator.
     """
 
     def __init__(self, memory: AdapterMemory, layout: AdapterLayout, *, strided: bool) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
+        self.shard = next((s for s in layout.shards if s.source == rank), None)
         self._plan: PackPlan = pack_plan(model, spec, rank, layout)
         where, self._rank = model.layout, rank
         owners = {Range.DENSE_SPLIT: rank - where.tp_rank(rank), Range.EXPERT_SPLIT: rank - where.etp_rank(rank)}
@@ -195,19 +189,18 @@ class Packer:
             self._copy(weights, flat, (start, end))
             yield end
 
-    def tensors(
-        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The fp32 tensors of the shard, in the memory of `sections`."""
-        for start, held, section in self.sections(weights, shard, groups):
+    def tensors(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
+        """The fp32 tensors of the shard, in the memory of `sections`. Collective like `fill`."""
+        for start, held, section in self.sections(weights, groups):
             for t in held:
                 yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
     def sections(
-        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+        self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[int, tuple[WireTensor, ...], Tensor]]:
         """(start in the shard, tensors, their fp32 numbers in host memory of their own). Otherwise like `fill`."""
         for first, last in self._ready(weights, groups):
+            shard = self.shard
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes

@@ -195,8 +195,9 @@ def copy_state(
     memory: AdapterMemory, optimizer: AdapterOptimizer | None, groups: Mapping[Range, dist.ProcessGroup]
 ) -> tuple[AdapterState, Iterator[None]]:
     """See `AdapterEngine.copy_state`; without ``optimizer`` the weights alone."""
-    shards, shard = memory.layout("float32").shards, memory.shard("float32")
-    size, most = shard.nbytes // 4 if shard else 0, max(each.nbytes for each in shards)
+    packer = memory.packer("float32")
+    shard, most = packer.shard, max(each.nbytes for each in memory.layout("float32").shards)
+    size = shard.nbytes // 4 if shard else 0
     parts = {part: np.empty(size, np.float32) for part in (PARTS if optimizer else (WEIGHT,))}
 
     def copying() -> Iterator[None]:
@@ -205,7 +206,7 @@ def copy_state(
             if optimizer and part != WEIGHT:
                 source, filling = optimizer.whole_moment(part)
                 yield from filling
-            sections = memory.packer("float32").sections(source, shard, groups)
+            sections = packer.sections(source, groups)
             for done in range(SLICE_BYTES, most + SLICE_BYTES, SLICE_BYTES):
                 for start, _, section in sections:
                     values[start // 4 :][: len(section)] = section.numpy()

@@ -134,7 +134,6 @@ class ModelFolder:
 
     @classmethod
     def at(cls, path: str) -> ModelFolder:
-        """The folder's own files."""
         return cls(path, _files(path))
 
     def __contains__(self, name: str) -> bool:

@@ -155,7 +155,6 @@ class ActiveAdapters:
 
     @property
     def drops(self) -> bool:
-        """Whether inputs of any of them are dropped."""
         return any(self.each.values())
 
     @contextmanager

@@ -265,7 +265,6 @@ class MegatronModel:
         recompute(layers, trainer.recompute, self.active)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
-        """Make the adapter in ``memory`` resident."""
         modules.attach(self.module, memory, self.active)
         if head := memory.value_head():
             assert self._output is not None, "a value head is on the last stage"
@@ -273,7 +272,6 @@ class MegatronModel:
         return classify(memory)
 
     def detach(self, name: str) -> None:
-        """Forget a resident adapter (not collective)."""
         modules.detach(self.module, name)
         if self._output:
             self._output.heads.pop(name, None)
