@@ -88,27 +88,6 @@ def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_block(
-    src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
-) -> None:
-    n, m, item = cols, rows, 4 if src_kind == F32 else 2
-    if m > 1 and src_pitch == n * item and dst_pitch == n * (4 if dst_kind == F32 else 2):
-        n, m = n * m, 1
-    for r in range(m):
-        x, y = src + r * src_pitch, dst + r * dst_pitch
-        if src_kind == dst_kind and scale == np.float32(1.0):
-            _row_bits(x, y, n * item)
-        elif src_kind == F32 and dst_kind == F32:
-            _row_f32_f32(x, y, n, scale)
-        elif src_kind == F32:
-            _row_f32_bf16(x, y, n, scale)
-        elif dst_kind == F32:
-            _row_bf16_f32(x, y, n, scale)
-        else:
-            _row_bf16_bf16(x, y, n, scale)
-
-
-@numba.njit(nogil=True, cache=True)
 def copy_blocks(
     src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, blocks: Any, first: int, last: int
 ) -> None:
@@ -118,10 +97,24 @@ def copy_blocks(
     ``dst_base + dst + slot * dst_step + r * dst_pitch`` (bytes). Equal kinds with
     scale 1 are copied bit for bit; bfloat16 is rounded to nearest even.
     """
+    src_item, dst_item = 4 if src_kind == F32 else 2, 4 if dst_kind == F32 else 2
     for i in range(first, last):
         b = blocks[i]
-        dst = dst_base + b.dst + slot * b.dst_step
-        _copy_block(src_base + b.src, src_kind, b.src_pitch, dst, dst_kind, b.dst_pitch, b.rows, b.cols, b.scale)
+        n, m = b.cols, b.rows
+        if m > 1 and b.src_pitch == n * src_item and b.dst_pitch == n * dst_item:
+            n, m = n * m, 1
+        for r in range(m):
+            src, dst = src_base + b.src + r * b.src_pitch, dst_base + b.dst + slot * b.dst_step + r * b.dst_pitch
+            if src_kind == dst_kind and b.scale == np.float32(1.0):
+                _row_bits(src, dst, n * src_item)
+            elif src_kind == F32 and dst_kind == F32:
+                _row_f32_f32(src, dst, n, b.scale)
+            elif src_kind == F32:
+                _row_f32_bf16(src, dst, n, b.scale)
+            elif dst_kind == F32:
+                _row_bf16_f32(src, dst, n, b.scale)
+            else:
+                _row_bf16_bf16(src, dst, n, b.scale)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
