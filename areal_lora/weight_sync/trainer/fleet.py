@@ -113,18 +113,27 @@ class Fleet:
 
     def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """Raises PublishError if ``server``, a member or not, does not answer in time."""
-        return AdminClient(server, self._secret).ping(timeout_s)
+        with contextlib.closing(AdminClient(server, self._secret)) as own:
+            return own.ping(timeout_s)
 
     def ping_again(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """``ping``, of a member over a connection that is kept: 512 TLS handshakes a second would fill a core."""
         line = self._lines.get(server)
-        return self.ping(server, timeout_s) if line is None else line.pings.ping_again(timeout_s)
+        return self.ping(server, timeout_s) if line is None else line.pings.ping(timeout_s)
 
     def dismiss(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> None:
-        """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
+        """Release leaving servers: they are no members any more, and no request is routed to them.
+
+        Does not wait for their answers: one that misses this ends later.
+        """
+
+        def dismiss(server: ServerEndpoint) -> None:
+            with contextlib.closing(AdminClient(server, self._secret)) as own:
+                own.call(messages.DISMISS_PATH, b"", PingReply, timeout_s)
+
         pool = ThreadPoolExecutor(PINGS, thread_name_prefix="dismiss")
         for server in servers:
-            pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
+            pool.submit(dismiss, server)
         pool.shutdown(wait=False)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
