@@ -137,8 +137,10 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
             break
         except CheckpointError as e:
             broken.append(BrokenCheckpoint(path=path, reason=str(e)))
-    if newest is None and not broken:
-        broken = _steps_without(run_folder, adapter)
+    if newest is None and not broken:  # version 0 is written before the first step
+        steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
+        reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
+        broken = [BrokenCheckpoint(path=root, reason=reason)] if steps else []
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
 
 
@@ -146,15 +148,6 @@ def check_present(run_folder: RunFolder, config: Config) -> None:
     """Raise CheckpointError if an adapter has taken steps and has no checkpoint. Cheap, unlike `explain`."""
     bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
     ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
-
-
-def _steps_without(run_folder: RunFolder, adapter: str) -> list[BrokenCheckpoint]:
-    """Return the missing checkpoint of an adapter with steps: version 0 is written before the first step."""
-    steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
-    if not steps:
-        return []
-    reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
-    return [BrokenCheckpoint(path=run_folder.adapter_checkpoints(adapter), reason=reason)]
 
 
 def _vanished(root: Path) -> list[BrokenCheckpoint]:

@@ -115,7 +115,11 @@ def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:
 def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
     """Projections of a site, in Megatron's order. Raises UnknownTensorError for a site that the model does not have."""
     if key.scope is Scope.LINEAR:
-        return [_own_linear(shape, key)]
+        for linear in shape.checkpoint.linears if shape.checkpoint else ():
+            if linear.path == key.linear and key.layer in linear.layers:
+                name = f"{linear.prefix}.{key.layer}.{linear.path}"
+                return [Piece(name=name, in_features=linear.inputs, rows=((0, linear.outputs),))]
+        raise UnknownTensorError(f"layer {key.layer}: {key.linear} does not exist")
     _check(shape, key)
     paths = shape.family.projections(key.linear, key.scope)
     numbers: Sequence[int | None] = range(shape.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
@@ -138,14 +142,6 @@ def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
 
 def _name(key: SiteKey, path: str, expert: int | None) -> str:
     return f"model.layers.{key.layer}.{path.format(expert)}"
-
-
-def _own_linear(shape: ModelShape, key: SiteKey) -> Piece:
-    for linear in shape.checkpoint.linears if shape.checkpoint else ():
-        if linear.path == key.linear and key.layer in linear.layers:
-            name = f"{linear.prefix}.{key.layer}.{linear.path}"
-            return Piece(name=name, in_features=linear.inputs, rows=((0, linear.outputs),))
-    raise UnknownTensorError(f"layer {key.layer}: {key.linear} does not exist")
 
 
 def _sizes(shape: ModelShape, key: SiteKey) -> tuple[int, list[RowRanges]]:

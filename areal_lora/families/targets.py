@@ -10,7 +10,7 @@ otherwise ``expert.linear_fc1`` and the like. For a family without a row they ar
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -84,7 +84,14 @@ def resolve(target_modules: Sequence[str], exclude_modules: Sequence[str], shape
                 "lora_A, so it is adapted as a whole",
                 f"name {', '.join(p.leaf for p in whole)}, or {part.linear}",
             )
-    return tuple(sorted(_canonical(parts, remaining)))
+    canonical = list[str]()
+    for linear in dict.fromkeys(p.linear for p in parts):
+        here = {p.scope for p in parts if p.linear == linear}
+        wanted = {p.scope for p in remaining if p.linear == linear}
+        # In a family without a row linear_fc1 would also name what other families call so.
+        alone = wanted == here and (here == {Scope.LINEAR} or all(p.scope is not Scope.LINEAR for p in parts))
+        canonical += [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
+    return tuple(sorted(canonical))
 
 
 def modules(
@@ -98,15 +105,6 @@ def modules(
         if covers(found, part.linear, part.scope)
         for path, _ in part.paths
     }
-
-
-def _canonical(parts: Sequence[_Projection], remaining: Sequence[_Projection]) -> Iterator[str]:
-    for linear in dict.fromkeys(p.linear for p in parts):
-        here = {p.scope for p in parts if p.linear == linear}
-        wanted = {p.scope for p in remaining if p.linear == linear}
-        # In a family without a row linear_fc1 would also name what other families call so.
-        alone = wanted == here and (here == {Scope.LINEAR} or all(p.scope is not Scope.LINEAR for p in parts))
-        yield from [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
 
 
 def _select(key: str, patterns: Sequence[str], parts: Sequence[_Projection], shape: ModelShape) -> list[_Projection]:

@@ -45,19 +45,14 @@ def share(files: Sequence[Path], first: int = 0, memory: Path = SHARED_MEMORY) -
 
     ``first`` is the first file. Raises EnvironmentError_ where shared memory is missing or too small.
     """
-    copies = [memory / f"{PREFIX}{_identity(file)}" for file in files]
+    # The name is of this user's file in its present state.
+    states = [f"{os.getuid()}\0{f.resolve()}\0{f.stat().st_size}\0{f.stat().st_mtime_ns}".encode() for f in files]
+    copies = [memory / f"{PREFIX}{hashlib.blake2b(state, digest_size=16).hexdigest()}" for state in states]
     _sweep(memory, {copy.name for copy in copies})
     for i in range(len(files)):
         at = (first + i) % len(files)
         _attach(files[at], copies[at])
     return copies
-
-
-def _identity(file: Path) -> str:
-    """Of this user's file in its present state."""
-    state = file.stat()
-    text = f"{os.getuid()}\0{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _attach(source: Path, copy: Path) -> None:
