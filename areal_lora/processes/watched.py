@@ -115,9 +115,14 @@ class _Plan:
         with self.lock:
             self.counts[point] = self.counts.get(point, 0) + 1
             n, action = self.faults.get(point, (0, ""))
-            due = self.counts[point] == n and self._first(point)
+            due = self.counts[point] == n
         if not due:
             return
+        if self.marks is not None:
+            try:
+                os.close(os.open(self.marks / point, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return  # another process had the fault
         print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -125,15 +130,6 @@ class _Plan:
             threading.Event().wait()
         code = getattr(errno, action)
         raise OSError(code, f"{os.strerror(code)} (injected)", point)
-
-    def _first(self, point: str) -> bool:
-        if self.marks is None:
-            return True
-        try:
-            os.close(os.open(self.marks / point, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def parse(text: str) -> _Plan:
