@@ -316,10 +316,9 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | 
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
     companions.start(engine, adapter, adapter.run.seed)
-    return _load(engine, adapter, Path(path)) if path else None
-
-
-def _load(engine: AdapterEngine, adapter: Adapter, folder: Path) -> RestoredState:
+    if not path:
+        return None
+    folder = Path(path)
     manifest = saved.read_manifest(folder)
     engine.load_state(adapter.name, saved.read_tensors(folder, manifest), manifest.clock.step)
     companions.load(engine, adapter, manifest, folder)
