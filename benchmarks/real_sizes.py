@@ -37,8 +37,8 @@ from rich.table import Table
 from size_meter import BACKWARD, REST, Counts, Meter
 from size_slices import ENGINES, QWEN3_8B, QWEN3_30B, RANK, TARGETS, Case
 
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import AdapterStructure
 
 GIB = 2**30

@@ -176,7 +176,7 @@ class Publishing:
         packer, weights = self._memory.packer("float32"), self._memory.weights
         pack: Callable[..., Any] = lambda flat: packer.fill(weights, flat, {})  # noqa: E731
         if self.mode == "merged":
-            tensors = dict(self._memory.tensors(self._memory.weights, {}))
+            tensors = dict(packer.tensors(weights, {}))
             loss = CastLoss(dtype=torch.float32, rows=64)
             pack = lambda flat: self._shard.fill(tensors, flat, loss)  # noqa: E731
         ref = AdapterRef(name=self._name, version=self._version)

@@ -18,8 +18,8 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.data.packed_groups import shared_starts
 from areal_lora.families.family import TARGETS
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import AdapterStructure, TrainBatch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"

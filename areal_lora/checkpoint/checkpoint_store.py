@@ -37,20 +37,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from areal_lora.checkpoint.state import (
-    MANIFEST_FILE,
-    AdapterState,
-    Disk,
-    Evaluation,
-    FileEntry,
-    Manifest,
-    RankRandom,
-    best_version,
-    decode_manifest,
-    encode_manifest,
-    file_parts,
-    rank_file,
-)
+from areal_lora.checkpoint import state as saved
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
@@ -91,10 +78,10 @@ class Snapshot:
     """
 
     ref: AdapterRef
-    state: AdapterState
-    companions: Mapping[str, AdapterState] = field(default_factory=dict)
-    random: RankRandom
-    manifest: Manifest
+    state: saved.AdapterState
+    companions: Mapping[str, saved.AdapterState] = field(default_factory=dict)
+    random: saved.RankRandom
+    manifest: saved.Manifest
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -107,15 +94,15 @@ class _Outcome(msgspec.Struct, frozen=True):
 class _Part(msgspec.Struct, frozen=True):
     """The files that a rank has written, none for a rank without tensors."""
 
-    entries: tuple[FileEntry, ...]
-    random: RankRandom
+    entries: tuple[saved.FileEntry, ...]
+    random: saved.RankRandom
     failure: str = ""
 
 
 class CheckpointStore:
     """One rank's part in writing the checkpoints of a run. Not thread-safe."""
 
-    def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
+    def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: saved.Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
     def write(self, snapshot: Snapshot, label: str = "") -> int:
@@ -163,13 +150,13 @@ class CheckpointStore:
         return str(scratch)
 
     def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
-        entries: list[FileEntry] = []
+        entries: list[saved.FileEntry] = []
         for role, state in {"": snapshot.state, **snapshot.companions}.items():
             if not state.shapes:
                 continue
-            path = scratch / rank_file(self._exchange.rank, role)
+            path = scratch / saved.rank_file(self._exchange.rank, role)
             try:
-                entries.append(self._disk.write(path, file_parts(state)))
+                entries.append(self._disk.write(path, saved.file_parts(state)))
             except OSError as e:
                 return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
         return _Part(entries=tuple(entries), random=snapshot.random)
@@ -188,7 +175,7 @@ class CheckpointStore:
                 random=tuple(part.random for part in parts),
                 written_s=time.time(),
             )
-            self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
+            self._disk.write(scratch / saved.MANIFEST_FILE, [saved.encode_manifest(manifest)])
             self._disk.fsync_folder(scratch)
             reached("trainer.checkpoint.manifest_written")
             self._name(scratch, to, replace=bool(label))
@@ -236,7 +223,10 @@ class CheckpointStore:
 
 
 def plan_deletions(
-    present: Collection[int], sound: Collection[int], evaluations: Mapping[int, Evaluation], awaited: Collection[int]
+    present: Collection[int],
+    sound: Collection[int],
+    evaluations: Mapping[int, saved.Evaluation],
+    awaited: Collection[int],
 ) -> list[int]:
     """Select the versions of ``present`` to delete. ``sound`` are the newest that look complete, at most ``keep_last``.
 
@@ -247,15 +237,15 @@ def plan_deletions(
     if len(sound) < 2:
         return []
     known = {version: evaluations[version] for version in present if version in evaluations}
-    kept = {best_version(known), *awaited, *sound}
+    kept = {saved.best_version(known), *awaited, *sound}
     second_newest = sorted(sound)[-2]
     return [version for version in sorted(present) if version < second_newest and version not in kept]
 
 
 def looks_whole(folder: Path) -> bool:
-    """Return whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
+    """Whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
     try:
-        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        manifest = saved.read_manifest(folder)
         return all((folder / entry.name).stat().st_size == entry.nbytes for entry in manifest.files)
     except (OSError, CheckpointError):
         return False

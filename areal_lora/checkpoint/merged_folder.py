@@ -163,7 +163,10 @@ def fused(
     for name, target in aliases.items():
         if name.endswith("lora_A.weight"):
             members[target].append(module_of(name))
-    _check_modules({module_of(name) for name in tensors}, [m for modules in members.values() for m in modules])
+    extra, absent = misfits(map(module_of, tensors), [m for modules in members.values() for m in modules])
+    if extra or absent:
+        what = f"{extra[0]} is adapted there only" if extra else f"{absent[0]} is missing, others like it are there"
+        raise UnknownTensorError(f"the folder's adapter does not fit: {what} ({len(extra or absent)} such)")
     stacks: dict[str, _Stack] = {}
     for name, modules in members.items():
         leaders = [m for m in modules if f"{m}.lora_B.weight" in wire]
@@ -218,13 +221,6 @@ class _Stack:
             start = self._first[module]
             whole[:, start : start + tensor.shape[1]] = (tensor.double() * ratio).float()
         return whole
-
-
-def _check_modules(file: set[str], adapter: Sequence[str]) -> None:
-    extra, absent = misfits(file, adapter)
-    if extra or absent:
-        what = f"{extra[0]} is adapted there only" if extra else f"{absent[0]} is missing, others like it are there"
-        raise UnknownTensorError(f"the folder's adapter does not fit: {what} ({len(extra or absent)} such)")
 
 
 def _check_followers(tensors: Mapping[str, Tensor], followers: Sequence[str], aliases: Mapping[str, str]) -> None:

@@ -45,10 +45,12 @@ class BrokenCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCheckpoint:
-    """A complete checkpoint."""
-
     path: Path
     manifest: state.Manifest
+
+    @property
+    def ref(self) -> AdapterRef:
+        return AdapterRef(name=self.manifest.spec.name, version=self.manifest.version)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,6 @@ class AdapterResume:
         return self.newest is None and bool(self.broken)
 
     def lines(self) -> Iterator[str]:
-        """One line per broken checkpoint."""
         instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
         for broken in self.broken:
             yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"
@@ -136,8 +137,10 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
             break
         except CheckpointError as e:
             broken.append(BrokenCheckpoint(path=path, reason=str(e)))
-    if newest is None and not broken:
-        broken = _steps_without(run_folder, adapter)
+    if newest is None and not broken:  # version 0 is written before the first step
+        steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
+        reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
+        broken = [BrokenCheckpoint(path=root, reason=reason)] if steps else []
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
 
 
@@ -145,15 +148,6 @@ def check_present(run_folder: RunFolder, config: Config) -> None:
     """Raise CheckpointError if an adapter has taken steps and has no checkpoint. Cheap, unlike `explain`."""
     bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
     ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
-
-
-def _steps_without(run_folder: RunFolder, adapter: str) -> list[BrokenCheckpoint]:
-    """Return the missing checkpoint of an adapter with steps: version 0 is written before the first step."""
-    steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
-    if not steps:
-        return []
-    reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
-    return [BrokenCheckpoint(path=run_folder.adapter_checkpoints(adapter), reason=reason)]
 
 
 def _vanished(root: Path) -> list[BrokenCheckpoint]:
@@ -176,7 +170,7 @@ def verify(folder: Path, ref: AdapterRef) -> state.Manifest:
     Raises CheckpointError with the reason only, without the path.
     """
     try:
-        manifest = state.decode_manifest((folder / state.MANIFEST_FILE).read_bytes())
+        manifest = state.read_manifest(folder)
         if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
             raise CheckpointError(f"the manifest is of {manifest.spec.name}@v{manifest.version}")
         for entry in manifest.files:
@@ -230,12 +224,9 @@ _NUMBER = re.compile(r"v?(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """A version whose checkpoint is whole. ``aliases``: full name to the wire name of the same tensor."""
+class Version(WholeCheckpoint):
+    """One to export. ``aliases``: full name to the wire name of the same tensor."""
 
-    ref: AdapterRef
-    path: Path
-    manifest: state.Manifest
     aliases: dict[str, str]
     revision: str | None
 
@@ -243,7 +234,7 @@ class Version:
         """All tensors in float32 on the host, under every name; names that share a tensor share its memory."""
         import torch
 
-        weights = state.read_files([self.path / entry.name for entry in state.files_of(self.manifest)])["weight"]
+        weights = state.read_tensors(self.path, self.manifest)["weight"]
         tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
         return tensors | {name: tensors[wire] for name, wire in self.aliases.items()}
 
@@ -274,28 +265,28 @@ def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: st
     if number not in present:
         kept = ", ".join(f"v{version}" for version in present) or "none"
         raise ConfigError(f"--version {text}", f"{root} does not hold it", f"choose one of the kept versions: {kept}")
-    ref, path = AdapterRef(name=adapter.name, version=number), version_folder(root, number)
+    path = version_folder(root, number)
     try:
-        manifest = verify(path, ref)
+        manifest = verify(path, AdapterRef(name=adapter.name, version=number))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error} (fix: choose another version)") from None
-    return _version(config, ref, path, manifest)
+    return _version(config, path, manifest)
 
 
 def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -> Version:
     """What a client saved of ``adapter`` under ``label``. Raises CheckpointError, without the path."""
     path = folder.saved_state(adapter, label)
     try:
-        manifest = state.decode_manifest((path / state.MANIFEST_FILE).read_bytes())
+        manifest = state.read_manifest(path)
     except OSError as error:
         raise CheckpointError(f"{state.MANIFEST_FILE}: {error.strerror}") from error
     ref = AdapterRef(name=manifest.spec.name, version=manifest.version)
-    return _version(config, ref, path, verify(path, ref))
+    return _version(config, path, verify(path, ref))
 
 
-def _version(config: Config, ref: AdapterRef, path: Path, manifest: state.Manifest) -> Version:
+def _version(config: Config, path: Path, manifest: state.Manifest) -> Version:
     aliases = aliases_of(read_shape(Path(config.model.folder)), manifest.spec)
-    return Version(ref=ref, path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
+    return Version(path=path, manifest=manifest, aliases=aliases, revision=config.model.commit)
 
 
 def aliases_of(shape: ModelShape, spec: AdapterSpec) -> dict[str, str]:

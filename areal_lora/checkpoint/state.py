@@ -44,8 +44,6 @@ class AdapterState:
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a checkpoint, with its size and checksum."""
-
     name: str
     nbytes: int
     blake2b: str
@@ -173,6 +171,16 @@ def decode_manifest(data: bytes) -> Manifest:
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CheckpointError(f"the manifest cannot be read: {e}") from e
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """That of the checkpoint or saved state in ``folder``. Raises OSError, and CheckpointError as `decode_manifest`."""
+    return decode_manifest((folder / MANIFEST_FILE).read_bytes())
+
+
+def read_tensors(folder: Path, manifest: Manifest, role: str = "") -> dict[str, dict[str, np.ndarray]]:
+    """As `read_files`, of the adapter itself, or of its companion in ``role``."""
+    return read_files([folder / entry.name for entry in files_of(manifest, role)])
 
 
 def file_parts(state: AdapterState) -> list[bytes | memoryview]:

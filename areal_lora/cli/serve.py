@@ -273,7 +273,7 @@ class Conversation:
             "stop": self.adapter.sampling.stop,
         }
         text: str = _post(f"{self.server.url}/completions", body)["choices"][0]["text"]
-        return self.formatter.prefill + text
+        return self.formatter.how.prefill + text
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from areal_lora.errors import AlignmentError
-from areal_lora.types import RouteShape, TokenColumns, Trajectory, TrajectoryGroup
+from areal_lora.types import RouteShape, Trajectory, TrajectoryGroup
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +53,10 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
         each = [(g, group, t) for g, group in enumerate(groups) for t in group.trajectories]
         columns = [t.columns for _, _, t in each]
         kept = _kept([t for _, _, t in each])
+        texts = [c.ids for c in columns]  # what equal tokens have in common: their ids, and those kept for them
+        if kept is not None:
+            ends = pairwise(accumulate(map(len, texts), initial=0))
+            texts = [np.column_stack([own, kept[a:b]]) for own, (a, b) in zip(texts, ends, strict=True)]
         rows = [
             TrajectoryRow(
                 uid=t.uid,
@@ -66,7 +70,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 baseline=group.baseline,
                 components=t.components,
             )
-            for (g, group, t), shared in zip(each, shared_starts(_texts(columns, kept)), strict=True)
+            for (g, group, t), shared in zip(each, shared_starts(texts), strict=True)
         ]
         parts = [[c.token_ids for c in columns], [c.logprobs for c in columns]]
         if any(c.teacher for c in columns):
@@ -127,15 +131,6 @@ def _kept(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
         if missing.any():
             raise AlignmentError(f"trajectory {t.uid}: {missing.sum()} tokens are not among the ids kept for them")
     return found
-
-
-def _texts(columns: Sequence[TokenColumns], kept: np.ndarray | None) -> list[np.ndarray]:
-    """What equal tokens of two trajectories have in common: their id, and ids ``kept`` [T, most] for them."""
-    ids = [c.ids for c in columns]
-    if kept is None:
-        return ids
-    ends = list(accumulate(map(len, ids), initial=0))
-    return [np.column_stack([own, kept[a:b]]) for own, (a, b) in zip(ids, pairwise(ends), strict=True)]
 
 
 def part_of(flat: np.ndarray, lengths: Sequence[int], held: np.ndarray) -> np.ndarray:

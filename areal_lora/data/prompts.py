@@ -76,11 +76,6 @@ class Formatter:
                 "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
             )
 
-    @property
-    def prefill(self) -> str:
-        """Text with which each answer starts; part of the prompt's tokens."""
-        return self.how.prefill
-
     def text(self, sample: Sample) -> str:
         """The whole prompt as text."""
         if not self.how.is_chat or sample.messages is None:
@@ -114,7 +109,7 @@ class Formatter:
 
     def answer(self, text: str) -> list[int]:
         """Tokens [A] of a whole answer of the assistant after its prompt, with the end that the model has to sample."""
-        ids = self.tokenizer.encode(text.removeprefix(self.prefill), add_special_tokens=False)
+        ids = self.tokenizer.encode(text.removeprefix(self.how.prefill), add_special_tokens=False)
         if not self.how.is_chat:
             return [*ids, self.tokenizer.eos_token_id]
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
@@ -199,7 +194,10 @@ class PromptStream:
         check_samples(samples)
         self._samples, self._formatter = samples, formatter
         self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
-        self.digest = _digest(seed, samples)
+        digest = blake2b(str(seed).encode(), digest_size=16)
+        for sample in samples:
+            digest.update(b"\n" + sample.uid.encode())
+        self.digest = digest.hexdigest()
         if blank := [sample for sample in samples if not sample.prompt.strip()]:
             prompts_of(blank, formatter)
         if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
@@ -241,10 +239,3 @@ def prompts_of(samples: Sequence[Sample], formatter: Formatter) -> list[Prompt]:
         if not prompt.token_ids:
             raise ConfigError("adapters.task", f"sample {prompt.uid} has a prompt without tokens", "remove it")
     return prompts
-
-
-def _digest(seed: int, samples: Sequence[Sample]) -> str:
-    digest = blake2b(str(seed).encode(), digest_size=16)
-    for sample in samples:
-        digest.update(b"\n" + sample.uid.encode())
-    return digest.hexdigest()

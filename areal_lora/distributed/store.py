@@ -1,9 +1,4 @@
-"""Client of the authenticated store for torch.distributed (``store_server``).
-
-torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
-module releases the GIL, so the server may be a thread of the same process.
-
-Server of the authenticated store for torch.distributed.
+"""The authenticated store for torch.distributed.
 
 torch's ``TCPStore`` has no authentication: every process that reaches its port can read and overwrite every key.
 This store has the same operations behind zmq CURVE, with keys derived from the run secret::
@@ -11,11 +6,13 @@ This store has the same operations behind zmq CURVE, with keys derived from the 
     StoreServer (rank 0, one thread)  <-- ROUTER, CURVE, exactly one address --  CurveStore (every rank, ``store``)
 
 Traffic is encrypted. Both sides prove that they know the secret before the server reads a byte of a request.
+
+torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
+module releases the GIL, so the server may be a thread of the same process.
 """
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,7 +33,6 @@ WIRE = Wire(
     max_request_bytes=MAX_MESSAGE_BYTES,
     max_reply_bytes=MAX_MESSAGE_BYTES,
 )
-FORGET_S = 5.0  # least interval of dropping requests whose deadline has passed
 
 
 class StoreCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -47,10 +43,9 @@ class StoreCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answered when all keys are set, with their values if ``fetch``; never after ``timeout_s``."""
+    """Answered when all keys are set, with their values if ``fetch``."""
 
     keys: list[str]
-    timeout_s: float
     fetch: bool
 
 
@@ -62,16 +57,18 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeyTable:
-    """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender."""
+    """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender.
 
-    def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
-        self._answer, self._clock = answer, clock
-        self._values = dist.HashStore()
-        self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
+    A sender that no longer waits ignores the reply.
+    """
+
+    def __init__(self, answer: Callable[[list[bytes], StoreReply], None]) -> None:
+        self._answer, self._values = answer, dist.HashStore()
+        self._waiting: dict[str, list[tuple[list[bytes], Await]]] = {}  # by the first key that is missing
 
     def handle(self, sender: list[bytes], request: StoreCall | Await) -> None:
         if isinstance(request, Await):
-            self._await(sender, request, self._clock() + request.timeout_s)
+            self._await(sender, request)
             return
         try:
             result = getattr(self._values, request.method)(*request.arguments)
@@ -84,18 +81,10 @@ class KeyTable:
                 self._await(*waiter)
         self._answer(sender, StoreReply(result))
 
-    def forget_late(self) -> None:
-        """Drop waiting requests whose deadline has passed."""
-        now = self._clock()
-        for key, waiters in list(self._waiting.items()):
-            self._waiting[key] = [w for w in waiters if w[2] > now]
-            if not self._waiting[key]:
-                del self._waiting[key]
-
-    def _await(self, sender: list[bytes], request: Await, until: float) -> None:
+    def _await(self, sender: list[bytes], request: Await) -> None:
         for key in request.keys:
             if not self._values.check([key]):
-                self._waiting.setdefault(key, []).append((sender, request, until))
+                self._waiting.setdefault(key, []).append((sender, request))
                 return
         self._answer(sender, StoreReply([self._values.get(key) for key in request.keys] if request.fetch else None))
 
@@ -104,8 +93,7 @@ class StoreServer:
     """Serve a table from one daemon thread, on exactly ``host`` and a ``port`` that the system chooses."""
 
     def __init__(self, host: str, secret: str) -> None:
-        self._table = KeyTable(self._answer, time.monotonic)
-        self._forget_at = time.monotonic() + FORGET_S
+        self._table = KeyTable(self._answer)
         self._server = RpcServer(host, secret, WIRE, self._take)
         self._thread = watched_thread("torch-store", self._server.run)
         try:
@@ -119,9 +107,6 @@ class StoreServer:
         self._thread.join()
 
     def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
-        if time.monotonic() >= self._forget_at:
-            self._table.forget_late()
-            self._forget_at = time.monotonic() + FORGET_S
         try:
             request = msgspec.msgpack.decode(payload, type=StoreCall | Await)
         except msgspec.DecodeError as error:
@@ -219,7 +204,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
 
     def _await(self, keys: Sequence[str], timeout: timedelta | None, *, fetch: bool) -> Any:
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
-        return self._call(Await(list(keys), timeout_s, fetch), timeout_s)
+        return self._call(Await(list(keys), fetch), timeout_s)
 
     def _call(self, request: StoreCall | Await, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s

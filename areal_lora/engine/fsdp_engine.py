@@ -6,12 +6,14 @@ Importing this file imports transformers' modelling code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import MicroPlan
@@ -20,16 +22,111 @@ from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.adapter_optimizer import GradientClass
 from areal_lora.engine.common.arena import Bank, ParallelLayout, Range, ShardedModel, is_routed
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
-from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
 from areal_lora.engine.fsdp_utils.model import build_model, take_experts, take_logit_scale
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
-from areal_lora.engine.layers.expert_mlp import ExpertLora
+from areal_lora.engine.layers.grouped_lora import Groups, UpProjection, down_projection
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.router_replay import refused
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
+from areal_lora.families.sites import RowRanges
 from areal_lora.platforms.device import collective_of, profiler_range
+
+
+class SharedInput:
+    """``A x`` of the ``projections`` that read the same input: computed by the first of them for all adapters in use.
+
+    ``lora_a`` has the [r, in] of each resident adapter; ``site`` is the layer's number for dropout. The product is
+    forgotten with the last projection, so that it outlives no layer's pass.
+    """
+
+    def __init__(self, projections: int, site: int) -> None:
+        self.lora_a: dict[str, nn.Parameter] = {}
+        self._projections, self._site = projections, site
+        self._known: tuple[Tensor, Tensor] | None = None
+        self._left = 0
+
+    def hidden(self, x: Tensor, active: ActiveAdapters) -> Tensor:
+        """[t, r] of the layer's input ``x`` [..., in]; r is one adapter's rank, or as in `stacked`."""
+        if self._known is None or self._known[0] is not x:
+            flat, lora_a = x.reshape(-1, x.shape[-1]), [self.lora_a.get(name) for name in active.each]
+            keep = active.keep(active.tokens, self._site, flat.shape[1])
+            found = down_projection(flat, active.tokens, keep, lora_a)
+            self._known, self._left = (x, found), self._projections
+        hidden, self._left = self._known[1], self._left - 1
+        if not self._left:
+            self._known = None
+        return hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLora:
+    """``scale * B h`` of one projection: ``lora_b`` and its gradient [runs, rows of a run, r]."""
+
+    lora_b: Tensor
+    grad: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, memory: AdapterMemory, bank: Bank, rows: RowRanges, scale: float) -> "LinearLora":
+        """With ``rows`` of a bank's lora_B, in runs that are equally long and equally far apart.
+
+        A frozen adapter has no gradient.
+        """
+        (start, stop), *others = rows
+        r = bank.b_shape[2]
+        pitch = others[0][0] - start if others else stop - start
+        view = (len(rows), stop - start, r), (pitch * r, r, 1), bank.b + start * r
+        grad = None if memory.frozen else memory.grads.as_strided(*view)
+        return cls(lora_b=memory.cast.as_strided(*view), grad=grad, scale=scale)
+
+
+class _AddProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Add one adapter's ``scale * hidden B'`` to ``output`` in its place: no backward pass of a frozen layer reads it.
+
+    The rows of B lie apart in memory; torch would add their gradients run by run. `UpProjection` would be a product and
+    a sum, and round apart.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, lora_b: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+        weight = lora_b.flatten(0, 1)
+        ctx.save_for_backward(hidden, weight)
+        ctx.mark_dirty(output)
+        ctx.grad, ctx.scale = grad, scale
+        output.view(-1, output.shape[-1]).addmm_(hidden, weight.t(), alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (hidden, weight) = grads, ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        ctx.grad.add_((rows.t() @ hidden).view(ctx.grad.shape), alpha=ctx.scale)
+        return dy, torch.addmm(hidden, rows, weight, beta=0, alpha=ctx.scale), None, None, None
+
+
+class LinearSite:
+    """The forward hook of a linear layer, one of those that read the input ``shared``."""
+
+    def __init__(self, module: nn.Module, shared: SharedInput, active: ActiveAdapters) -> None:
+        self.shared, self._active = shared, active
+        self.adapters: dict[str, LinearLora] = {}
+        module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Sequence[Tensor], output: Tensor) -> Tensor:
+        active = self._active
+        parts = [self.adapters.get(name) for name in active.each]
+        if not any(parts):
+            return output
+        hidden, rows = self.shared.hidden(args[0], active), active.tokens
+        scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
+        lora_b = [part.lora_b if part else None for part in parts]
+        grads = [part.grad if part else None for part in parts]
+        if len(parts) == 1:
+            added: Tensor = _AddProduct.apply(output, hidden, *lora_b, *grads, scale)
+            return added
+        return output.add_(UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view_as(output))
 
 
 class FsdpModel:
@@ -60,7 +157,6 @@ class FsdpModel:
         return [GradientClass(start=0, end=memory.arena.size, groups=everywhere)]
 
     def detach(self, name: str) -> None:
-        """Forget an attached adapter (not collective)."""
         for linear in self._linears.values():
             linear.adapters.pop(name, None)
             linear.shared.lora_a.pop(name, None)
@@ -73,7 +169,7 @@ class FsdpModel:
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool
     ) -> list[Result]:
         def step(packed: PackedMicroBatch) -> list[Result]:
-            self.active.follow(packed.tokens)
+            self.active.tokens = packed.tokens
             if packed.tokens.routes is not None and packed.tokens.routes.shape[1] != len(self._experts):
                 raise refused(type(self.module).__name__)
             self.output.expect(packed, judge.readout)
@@ -111,13 +207,10 @@ class FsdpModel:
             self._linears[piece.name].adapters[memory.spec.name] = LinearLora.of(memory, bank, piece.rows, scale)
 
     def _attach_experts(self, memory: AdapterMemory, bank: Bank) -> None:
-        lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
         sites = [site for path, site in self._experts.items() if f".layers.{bank.layer}." in path]
         if len(sites) != 1:
             raise UnknownTensorError(f"layer {bank.layer}: {len(sites)} groups of fused experts that take an adapter")
-        scale, numbers = memory.scale_and_sites(bank)
-        lora = ExpertLora(lora_a, lora_b, scale, torch.tensor(numbers, device=lora_a.device))
-        (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = lora
+        (sites[0].fc1 if bank.column_parallel else sites[0].fc2)[memory.spec.name] = memory.experts(bank)
 
 
 class FsdpEngine(AdapterEngine):

@@ -64,7 +64,6 @@ class GatedMlp:
 
     @classmethod
     def below(cls, path: str) -> "GatedMlp":
-        """With the usual names, below ``path``."""
         return cls(gate=f"{path}.gate_proj", up=f"{path}.up_proj", down=f"{path}.down_proj")
 
 
@@ -111,12 +110,9 @@ class Family:
         if scope is Scope.ATTENTION:
             a = self.attention
             return {"linear_qkv": (a.q, a.k, a.v), "linear_proj": (a.o,)}.get(linear, ())
-        mlp = self._mlp(scope)
-        return {"linear_fc1": (mlp.gate, mlp.up), "linear_fc2": (mlp.down,)}.get(linear, ()) if mlp else ()
-
-    def _mlp(self, scope: Scope) -> GatedMlp | None:
+        mlp: GatedMlp | None = None
         if scope is Scope.MLP:
-            return self.mlp
-        if self.experts is None:
-            return None
-        return self.experts.shared if scope is Scope.SHARED_EXPERT else self.experts.mlp
+            mlp = self.mlp
+        elif self.experts is not None:
+            mlp = self.experts.shared if scope is Scope.SHARED_EXPERT else self.experts.mlp
+        return {"linear_fc1": (mlp.gate, mlp.up), "linear_fc2": (mlp.down,)}.get(linear, ()) if mlp else ()

@@ -70,23 +70,20 @@ def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> Adapte
     if odd := config.unsupported():
         raise AdapterError(f"{folder}: {'; '.join(odd)}; merge the adapter into its base, or retrain without it")
     if declared is not None:
-        _check_numbers(folder, declared, config.spec(folder, ()), names)
+        stated = config.spec(folder, ())
+        for module in dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names):
+            found, wanted = ((spec.rank_of(module), spec.scale_of(module)) for spec in (stated, declared))
+            if found != wanted:
+                raise AdapterError(
+                    f"{folder}: {CONFIG_FILE} states rank {found[0]} and scale {found[1]:g} for {module}, the tensors "
+                    f"were saved with {wanted[0]} and {wanted[1]:g}; one of the files was changed"
+                )
         return declared
     known = linears()
     unknown = [m for m in config.target_modules if m not in known]
     if unknown:
         raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(known)}")
     return config.spec(folder, tuple(sorted({known[m] for m in config.target_modules})))
-
-
-def _check_numbers(folder: Path, saved: AdapterSpec, stated: AdapterSpec, names: Iterable[str]) -> None:
-    for module in dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names):
-        found, wanted = ((spec.rank_of(module), spec.scale_of(module)) for spec in (stated, saved))
-        if found != wanted:
-            raise AdapterError(
-                f"{folder}: {CONFIG_FILE} states rank {found[0]} and scale {found[1]:g} for {module}, the tensors were "
-                f"saved with {wanted[0]} and {wanted[1]:g}; one of the files was changed"
-            )
 
 
 def checked_modules(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -160,7 +157,6 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     init_lora_weights: bool | str | None = True
 
     def spec(self, folder: Path, targets: tuple[str, ...]) -> AdapterSpec:
-        """As the configuration states it, on ``targets``."""
         return AdapterSpec(
             name=folder.name,
             base_model=self.base_model_name_or_path or "",

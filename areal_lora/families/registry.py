@@ -77,14 +77,11 @@ class Families:
                     continue
                 for linear in TARGETS:
                     for name in row.projections(linear, scope):
-                        self._add(name, linear, scope)
-
-    def _add(self, name: str, linear: str, scope: Scope) -> None:
-        path, leaf = name.replace("{}", "*"), name.rpartition(".")[2]
-        if self.modules.setdefault(path, (linear, scope)) != (linear, scope):
-            raise ValueError(f"families disagree about {name}")
-        if self.linears.setdefault(leaf, linear) != linear:
-            raise ValueError(f"families disagree about {leaf}")
+                        path, leaf = name.replace("{}", "*"), name.rpartition(".")[2]
+                        if self.modules.setdefault(path, (linear, scope)) != (linear, scope):
+                            raise ValueError(f"families disagree about {name}")
+                        if self.linears.setdefault(leaf, linear) != linear:
+                            raise ValueError(f"families disagree about {leaf}")
 
 
 FAMILIES = Families(TABLE)

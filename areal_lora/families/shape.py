@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lora.families.family import Experts, Family, Scope
+from areal_lora.families.family import Experts, Family
 from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
 from areal_lora.types import RouteShape
 
@@ -50,10 +50,6 @@ class ModelShape:
     @property
     def routes(self) -> RouteShape:
         return RouteShape(self.moe_layers, self.experts_per_token, self.experts)
-
-    def width(self, scope: Scope) -> int:
-        """Width of the gated MLP of a scope."""
-        return {Scope.MLP: self.ffn, Scope.SHARED_EXPERT: self.shared_ffn}.get(scope, self.expert_ffn)
 
     @property
     def parameters(self) -> int:

@@ -3,6 +3,8 @@
 An adapted Megatron layer (a *site*) has one whole lora_A [r, in] and one whole lora_B [out, r]. All of its
 projections share lora_A, and each takes some rows of lora_B. Rows are index ranges, so packing for the wire
 and loading from a file follow the same data.
+
+Sizes of adapters and floating point operations of passes follow from them; a multiply-add counts as two.
 """
 
 from collections.abc import Sequence
@@ -113,7 +115,11 @@ def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:
 def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
     """Projections of a site, in Megatron's order. Raises UnknownTensorError for a site that the model does not have."""
     if key.scope is Scope.LINEAR:
-        return [_own_linear(shape, key)]
+        for linear in shape.checkpoint.linears if shape.checkpoint else ():
+            if linear.path == key.linear and key.layer in linear.layers:
+                name = f"{linear.prefix}.{key.layer}.{linear.path}"
+                return [Piece(name=name, in_features=linear.inputs, rows=((0, linear.outputs),))]
+        raise UnknownTensorError(f"layer {key.layer}: {key.linear} does not exist")
     _check(shape, key)
     paths = shape.family.projections(key.linear, key.scope)
     numbers: Sequence[int | None] = range(shape.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
@@ -138,17 +144,10 @@ def _name(key: SiteKey, path: str, expert: int | None) -> str:
     return f"model.layers.{key.layer}.{path.format(expert)}"
 
 
-def _own_linear(shape: ModelShape, key: SiteKey) -> Piece:
-    for linear in shape.checkpoint.linears if shape.checkpoint else ():
-        if linear.path == key.linear and key.layer in linear.layers:
-            name = f"{linear.prefix}.{key.layer}.{linear.path}"
-            return Piece(name=name, in_features=linear.inputs, rows=((0, linear.outputs),))
-    raise UnknownTensorError(f"layer {key.layer}: {key.linear} does not exist")
-
-
 def _sizes(shape: ModelShape, key: SiteKey) -> tuple[int, list[RowRanges]]:
     """Inputs of a site, and the rows of each of its projections."""
-    hidden, ffn = shape.hidden, shape.width(key.scope)
+    widths = {Scope.MLP: shape.ffn, Scope.SHARED_EXPERT: shape.shared_ffn}
+    hidden, ffn = shape.hidden, widths.get(key.scope, shape.expert_ffn)
     match key.linear:
         case "linear_qkv":
             return hidden, _qkv_rows(shape)
@@ -251,3 +250,57 @@ def distinct(expert_layout: ExpertLayout, linear: str, modules: int) -> tuple[in
             return 1, 1
         case ExpertLayout.SHARED_OUTER:
             return (1, modules) if linear == "linear_fc1" else (modules, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSizes:
+    """Multiply-adds of a forward pass: ``layers``, ``output`` and ``adapter`` of a token, ``attention`` of a pair of
+    a query and a key (scores and weighted values, all layers).
+
+    A token meets the router and the chosen experts only. Norms, rotations and activations do not count, as usual
+    (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). Sliding windows count as full causal attention.
+    """
+
+    layers: int
+    output: int
+    adapter: int
+    attention: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, adapter: AdapterStructure | None) -> "PassSizes":
+        """Of a pass with ``adapter``, or of the base alone; a value head takes the place of the output layer."""
+        layers, adapted = shape.moe_layers * shape.hidden * shape.experts, 0
+        for key in linear_sites(shape):
+            pieces = pieces_of(shape, key)
+            times = shape.experts_per_token if key.scope is Scope.EXPERT else 1
+            inputs, outputs = pieces[0].in_features, sum(piece.out_features for piece in pieces)
+            layers += times * inputs * outputs
+            if adapter is not None and key.covered(adapter.target_modules):
+                adapted += times * adapter.rank_of(pieces[0].name) * (inputs + outputs)
+        values = adapter is not None and adapter.value_head
+        return cls(
+            layers=layers,
+            output=shape.hidden * (1 if values else shape.vocab),
+            adapter=adapted,
+            attention=2 * shape.layers * shape.heads * shape.head_dim,
+        )
+
+    def forward(self, tokens: int, pairs: int) -> int:
+        """FLOPs of a forward pass over ``tokens``; ``pairs`` are those of causal attention (`Tree.pairs`)."""
+        return self.recompute(tokens, pairs) + 2 * tokens * self.output
+
+    def training(self, tokens: int, pairs: int) -> int:
+        """FLOPs of a forward and a backward pass.
+
+        Backward, frozen weights have the gradient of their input alone (as many as forward), adapters also that of
+        their weights, attention those of both factors of its products (twice as many).
+        """
+        backward = 2 * tokens * (self.layers + self.output + 2 * self.adapter) + 4 * pairs * self.attention
+        return self.forward(tokens, pairs) + backward
+
+    def recompute(self, tokens: int, pairs: int) -> int:
+        """FLOPs of the layers alone, which `trainer.recompute` computes once more in the backward pass.
+
+        `selective` keeps what attention returns: no ``pairs``.
+        """
+        return 2 * (tokens * (self.layers + self.adapter) + pairs * self.attention)

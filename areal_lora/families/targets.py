@@ -10,7 +10,7 @@ otherwise ``expert.linear_fc1`` and the like. For a family without a row they ar
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -84,7 +84,14 @@ def resolve(target_modules: Sequence[str], exclude_modules: Sequence[str], shape
                 "lora_A, so it is adapted as a whole",
                 f"name {', '.join(p.leaf for p in whole)}, or {part.linear}",
             )
-    return tuple(sorted(_canonical(parts, remaining)))
+    canonical = list[str]()
+    for linear in dict.fromkeys(p.linear for p in parts):
+        here = {p.scope for p in parts if p.linear == linear}
+        wanted = {p.scope for p in remaining if p.linear == linear}
+        # In a family without a row linear_fc1 would also name what other families call so.
+        alone = wanted == here and (here == {Scope.LINEAR} or all(p.scope is not Scope.LINEAR for p in parts))
+        canonical += [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
+    return tuple(sorted(canonical))
 
 
 def modules(
@@ -98,15 +105,6 @@ def modules(
         if covers(found, part.linear, part.scope)
         for path, _ in part.paths
     }
-
-
-def _canonical(parts: Sequence[_Projection], remaining: Sequence[_Projection]) -> Iterator[str]:
-    for linear in dict.fromkeys(p.linear for p in parts):
-        here = {p.scope for p in parts if p.linear == linear}
-        wanted = {p.scope for p in remaining if p.linear == linear}
-        # In a family without a row linear_fc1 would also name what other families call so.
-        alone = wanted == here and (here == {Scope.LINEAR} or all(p.scope is not Scope.LINEAR for p in parts))
-        yield from [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
 
 
 def _select(key: str, patterns: Sequence[str], parts: Sequence[_Projection], shape: ModelShape) -> list[_Projection]:
@@ -167,7 +165,6 @@ def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigErro
 
 @lru_cache(maxsize=8)
 def _projections(shape: ModelShape) -> tuple[_Projection, ...]:
-    """Every adaptable projection of the model, with all its names."""
     paths: dict[tuple[Scope, str, str], list[tuple[str, str]]] = {}
     sizes: dict[tuple[Scope, str, str], tuple[int, int]] = {}
     for key in sites_of(shape, ExpertLayout.PER_EXPERT):
@@ -176,16 +173,12 @@ def _projections(shape: ModelShape) -> tuple[_Projection, ...]:
             group = (key.scope, key.linear, piece.name.rpartition(".")[2])
             paths.setdefault(group, []).append((piece.name, megatron))
             sizes[group] = (piece.in_features, piece.out_features)
-    return tuple(
-        _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(found))
-        for (scope, linear, leaf), found in sorted(
-            paths.items(), key=lambda group: (_SCOPES.index(group[0][0]), _order(group[0][1]))
-        )
-    )
-
-
-def _order(linear: str) -> int:
-    return TARGETS.index(linear) if linear in TARGETS else 0
+    found = [
+        _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(own))
+        for (scope, linear, leaf), own in paths.items()
+    ]
+    order = {linear: number for number, linear in enumerate(TARGETS)}
+    return tuple(sorted(found, key=lambda part: (_SCOPES.index(part.scope), order.get(part.linear, 0))))
 
 
 def _megatron_path(key: SiteKey) -> str:
@@ -220,10 +213,8 @@ def check_patterns(shape: ModelShape, spec: AdapterSpec) -> None:
     for key, pairs in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
         for pattern, _ in pairs:
             _check_pattern(key, pattern, layers)
-        if not pairs:
-            continue
-        for modules in layers:
-            number = {module: _first(pairs, module) for module in modules}
+        for modules in layers if pairs else ():
+            number = {m: next((n for pattern, n in pairs if matches(pattern, m)), None) for m in modules}
             other = next((m for m in modules if number[m] != number[modules[0]]), None)
             if other is not None:
                 numbers = f"{number[modules[0]] or 'default'}, {number[other] or 'default'}"
@@ -247,7 +238,3 @@ def _check_pattern(key: str, pattern: str, layers: list[list[str]]) -> None:
         raise ConfigError(
             key, f"{pattern!r} matches no adapted module", f"match paths such as {layers[0][0]}, or leave it out"
         )
-
-
-def _first(pairs: tuple[tuple[str, float], ...], module: str) -> float | None:
-    return next((number for pattern, number in pairs if matches(pattern, module)), None)

@@ -31,11 +31,6 @@ class Interface:
     name: str
     addresses: tuple[_Address, ...]
 
-    @property
-    def between_nodes(self) -> bool:
-        """Whether other machines can be behind it: not so for loopback and for bridges to containers and guests."""
-        return not self.name.startswith(_BRIDGES) and not any(a.is_loopback for a in self.addresses)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -103,7 +98,9 @@ def _found(
     if wanted != "auto":
         network = as_network(wanted)
         return [(i, a) for i, a in usable if (i.name == wanted if network is None else a in network)]
-    outward = [(i, a) for i, a in usable if i.between_nodes]
+    # Other machines can be behind it: not so for loopback and for bridges to containers and guests.
+    between = {i.name for i in interfaces if not any(a.is_loopback for a in i.addresses)}
+    outward = [(i, a) for i, a in usable if i.name in between and not i.name.startswith(_BRIDGES)]
     routed = [(i, a) for route in routes for i, a in outward if a == route]
     if routed:
         return routed[:1]

@@ -108,7 +108,11 @@ class ApiClient:
             # Redirects are not followed: the key belongs to this address.
             async with self._session.post(url, data=body, headers=self._headers, allow_redirects=False) as response:
                 status, wish = response.status, response.headers.get("Retry-After", "")
-                reply = await self._bounded(response)
+                try:  # one byte more than a reply may have
+                    await response.content.readexactly(self._limits.reply_bytes + 1)
+                    raise _TryAgain(f"a reply of more than {self._limits.reply_bytes >> 20} MiB")
+                except asyncio.IncompleteReadError as whole:
+                    reply = whole.partial
         except TimeoutError:
             raise _TryAgain(f"no reply within {self._limits.attempt_s:g} s") from None
         except aiohttp.ClientError as error:
@@ -120,15 +124,6 @@ class ApiClient:
         if status != 200:
             raise ApiFault(f"HTTP {status}: {self._shown(reply)}", passing=False)
         return reply
-
-    async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
-        parts, size = [], 0
-        async for part in response.content.iter_any():
-            parts.append(part)
-            size += len(part)
-            if size > self._limits.reply_bytes:
-                raise _TryAgain(f"a reply of more than {self._limits.reply_bytes >> 20} MiB")
-        return b"".join(parts)
 
     def _shown(self, text: bytes) -> str:
         """The start of ``text`` without the key."""

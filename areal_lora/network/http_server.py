@@ -1,9 +1,6 @@
 """Serve an ASGI app on a bound socket inside the event loop of its process; limit bodies, follow disconnects.
 
-Bodies of ``POST /v1/tool_calls``, for the rollout servers and their client.
-
-Bound what one inference request makes a server generate; the data plane and the service's gateway check it first.
-
+And what rollout servers and the service's gateway have in common: bodies, and a bound of what one request generates.
 A body of 256 KiB can hold 65,000 prompts of 16,384 answers each: the list of their sequences alone ends a process.
 """
 

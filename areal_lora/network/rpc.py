@@ -191,12 +191,13 @@ class RpcServer:
 
     def send(self, *frames: bytes) -> None:
         """To the client that the first frame names; lost if it is away. From any thread."""
-        with suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._deliver, frames)
 
-    def _deliver(self, frames: tuple[bytes, ...]) -> None:
-        if not self._socket.closed:
-            self._socket.send_multipart(frames)
+        def deliver() -> None:
+            if not self._socket.closed:
+                self._socket.send_multipart(frames)
+
+        with suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(deliver)
 
     def close(self) -> None:
         """Disconnect all clients, once what was sent before has left."""

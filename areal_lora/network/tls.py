@@ -50,7 +50,6 @@ class Plane(StrEnum):
 
 
 def derived_key(secret: str, label: str, length: int = 32) -> bytes:
-    """The key of this run under ``label``."""
     return HKDF(SHA256(), length, salt=None, info=(_CONTEXT + label).encode()).derive(secret.encode())
 
 

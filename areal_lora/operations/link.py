@@ -85,11 +85,6 @@ class ServiceEnd:
         self._run_folder, self._received = run_folder, received
         self._connection: Subscription | None = None
 
-    @property
-    def connected(self) -> bool:
-        """Whether rank 0 can be reached as far as is known."""
-        return self._connection is not None and self._connection.ready
-
     async def run(self) -> None:
         """Connect, send `ServiceHello`, receive; for ever, until cancelled."""
         context: zmq.asyncio.Context = zmq.asyncio.Context()

@@ -23,18 +23,17 @@ def load_import_path(text: str) -> Any:
     """
     place, _, name = text.rpartition(":")
     try:
-        module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
+        if place.endswith(".py"):
+            module = _load_file(Path(place).expanduser())
+        else:
+            _search(os.getcwd())
+            module = importlib.import_module(place)
     except Exception as error:  # fault boundary: a user's module may fail in any way while it is imported
         raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", "correct the code") from error
     try:
         return getattr(module, name)  # not vars(): a module may define __getattr__
     except AttributeError:
         raise ConfigError(text, f"the imported module has no {name!r}", "correct the name") from None
-
-
-def _load_module(name: str) -> ModuleType:
-    _search(os.getcwd())
-    return importlib.import_module(name)
 
 
 def _load_file(file: Path) -> ModuleType:

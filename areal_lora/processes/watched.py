@@ -115,28 +115,21 @@ class _Plan:
         with self.lock:
             self.counts[point] = self.counts.get(point, 0) + 1
             n, action = self.faults.get(point, (0, ""))
-            due = self.counts[point] == n and self._first(point)
-        if due:
-            print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
-            _act(point, action)
-
-    def _first(self, point: str) -> bool:
-        if self.marks is None:
-            return True
-        try:
-            os.close(os.open(self.marks / point, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
-
-
-def _act(point: str, action: str) -> None:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if action == "hang":
-        threading.Event().wait()
-    code = getattr(errno, action)
-    raise OSError(code, f"{os.strerror(code)} (injected)", point)
+            due = self.counts[point] == n
+        if not due:
+            return
+        if self.marks is not None:
+            try:
+                os.close(os.open(self.marks / point, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return  # another process had the fault
+        print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "hang":
+            threading.Event().wait()
+        code = getattr(errno, action)
+        raise OSError(code, f"{os.strerror(code)} (injected)", point)
 
 
 def parse(text: str) -> _Plan:

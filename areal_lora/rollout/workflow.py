@@ -211,7 +211,7 @@ class WorkflowContext:
             answer.text,
             n_tokens=len(answer.columns),
             finish_reason=answer.finish_reason,
-            prefill=self.formatter.prefill,
+            prefill=self.formatter.how.prefill,
         )
 
     async def scores(self, given: Sequence[tuple[ScoreItem, float | Score | None]]) -> list[Score]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
-from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
+from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, read_tensors
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ConfigError
@@ -115,7 +115,7 @@ def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Pa
                 f"{spec.alpha:g}",
                 "choose another run.name, or start over with --fresh",
             )
-        engine.load_state(name, read_files([folder / entry.name for entry in files_of(manifest, role)]), kept.step)
+        engine.load_state(name, read_tensors(folder, manifest, role), kept.step)
 
 
 def make_value_loss(reduction: Reduction) -> LossFn:

@@ -1,6 +1,5 @@
 """Client of a rollout server's admin plane (``messages``), for trainers and for servers that relay requests."""
 
-import contextlib
 import http.client
 import ssl
 import threading
@@ -21,12 +20,11 @@ M = TypeVar("M")
 class AdminClient:
     """Blocking client of one server's admin plane over one persistent connection, one call at a time.
 
-    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
-    All methods raise PublishError if the server fails or ``timeout_s`` passes.
+    Thread-safe. All methods raise PublishError if the server fails or ``timeout_s`` passes.
     """
 
     def __init__(self, server: messages.ServerEndpoint, secret: str) -> None:
-        self.server, self._secret = server, secret
+        self.server = server
         self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": messages.CONTENT_TYPE}
         tls = client_context(secret, Plane.ADMIN)
         self._connection = http.client.HTTPSConnection(server.host, server.admin_port, context=tls)
@@ -57,15 +55,7 @@ class AdminClient:
 
     def ping(self, timeout_s: float = messages.PING_S) -> messages.PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        return self._aside(messages.PING_PATH, None, timeout_s)
-
-    def ping_again(self, timeout_s: float) -> messages.PingReply:
-        """``ping`` over the persistent connection, of a client that makes no other calls."""
         return self.call(messages.PING_PATH, None, messages.PingReply, timeout_s)
-
-    def dismiss(self, timeout_s: float) -> None:
-        """Release a leaving server: it is no member any more, and no request is routed to it."""
-        self._aside(messages.DISMISS_PATH, b"", timeout_s)
 
     def close(self) -> None:
         with self._one_call:
@@ -94,11 +84,6 @@ class AdminClient:
                     f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
                     "see the server's log"
                 ) from e
-
-    def _aside(self, path: str, body: bytes | None, timeout_s: float) -> messages.PingReply:
-        """``call`` over a connection of its own."""
-        with contextlib.closing(AdminClient(self.server, self._secret)) as own:
-            return own.call(path, body, messages.PingReply, timeout_s)
 
     def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""

@@ -88,27 +88,6 @@ def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _copy_block(
-    src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
-) -> None:
-    n, m, item = cols, rows, 4 if src_kind == F32 else 2
-    if m > 1 and src_pitch == n * item and dst_pitch == n * (4 if dst_kind == F32 else 2):
-        n, m = n * m, 1
-    for r in range(m):
-        x, y = src + r * src_pitch, dst + r * dst_pitch
-        if src_kind == dst_kind and scale == np.float32(1.0):
-            _row_bits(x, y, n * item)
-        elif src_kind == F32 and dst_kind == F32:
-            _row_f32_f32(x, y, n, scale)
-        elif src_kind == F32:
-            _row_f32_bf16(x, y, n, scale)
-        elif dst_kind == F32:
-            _row_bf16_f32(x, y, n, scale)
-        else:
-            _row_bf16_bf16(x, y, n, scale)
-
-
-@numba.njit(nogil=True, cache=True)
 def copy_blocks(
     src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, blocks: Any, first: int, last: int
 ) -> None:
@@ -118,10 +97,24 @@ def copy_blocks(
     ``dst_base + dst + slot * dst_step + r * dst_pitch`` (bytes). Equal kinds with
     scale 1 are copied bit for bit; bfloat16 is rounded to nearest even.
     """
+    src_item, dst_item = 4 if src_kind == F32 else 2, 4 if dst_kind == F32 else 2
     for i in range(first, last):
         b = blocks[i]
-        dst = dst_base + b.dst + slot * b.dst_step
-        _copy_block(src_base + b.src, src_kind, b.src_pitch, dst, dst_kind, b.dst_pitch, b.rows, b.cols, b.scale)
+        n, m = b.cols, b.rows
+        if m > 1 and b.src_pitch == n * src_item and b.dst_pitch == n * dst_item:
+            n, m = n * m, 1
+        for r in range(m):
+            src, dst = src_base + b.src + r * b.src_pitch, dst_base + b.dst + slot * b.dst_step + r * b.dst_pitch
+            if src_kind == dst_kind and b.scale == np.float32(1.0):
+                _row_bits(src, dst, n * src_item)
+            elif src_kind == F32 and dst_kind == F32:
+                _row_f32_f32(src, dst, n, b.scale)
+            elif src_kind == F32:
+                _row_f32_bf16(src, dst, n, b.scale)
+            elif dst_kind == F32:
+                _row_bf16_f32(src, dst, n, b.scale)
+            else:
+                _row_bf16_bf16(src, dst, n, b.scale)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -268,10 +261,6 @@ class TensorBlocks:
         first = np.cumsum([0, *(len(blocks) for blocks in tensors)]).astype(np.int64)
         return cls(src_dtype=src_dtype, dst_dtype=dst_dtype, first=first, blocks=flat)
 
-    @property
-    def n_tensors(self) -> int:
-        return len(self.first) - 1
-
     def check(self, *, src_bytes: int, dst_bytes: np.ndarray | int, slots: int = 1) -> None:
         """Raise ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
         rows, cols = self.blocks["rows"], self.blocks["cols"]
@@ -316,7 +305,7 @@ class TensorBlocks:
         Releases the GIL; uses the calling thread only.
         """
         kinds = KINDS[self.src_dtype], KINDS[self.dst_dtype]
-        a, b = tensors if tensors is not None else (0, self.n_tensors)
+        a, b = tensors if tensors is not None else (0, len(self.first) - 1)
         for start, end in [(a, b)] if marks is None else marks.parts(a, b):
             if marks is not None:
                 marks.measure(src_base, start, end)

@@ -40,7 +40,7 @@ from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AdapterError, ConfigError
-from areal_lora.families.flops import PassSizes
+from areal_lora.families.sites import PassSizes
 from areal_lora.families.targets import check_patterns
 from areal_lora.obs.trace import Spans
 from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
@@ -143,8 +143,8 @@ class AdapterEngine:
         check_patterns(self._sharded.shape, spec)
         memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
-        held_names = set(memory.held_names())
-        tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held_names]
+        held = set(memory.held[0])
+        tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held]
         memory.load(memory.weights, {t.name: adapter_memory.initial_tensor(t, seed) for t in tensors})
         self._residents[spec.name] = Resident(
             spec=spec, sizes=PassSizes.of(self._sharded.shape, spec), memory=memory, optimizer=adam, seed=seed
@@ -188,16 +188,12 @@ class AdapterEngine:
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
-        return self._scores(replace(batch, adapters=(adapter or "",) * batch.n_sequences), Readout(temperature))
+        return self.logprobs_of_each(replace(batch, adapters=(adapter or "",) * batch.n_sequences), temperature)
 
     def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[Tensor, float | None]:
         """As `logprobs` with the experts that the routers choose, and the share of the routes that differ from them."""
         with self._model.active.comparing():
             return self.logprobs(batch, adapter=adapter, temperature=temperature), self._model.active.flipped_share()
-
-    def logprobs_of_each(self, batch: TrainBatch) -> Tensor:
-        """As `logprobs`, of each sequence by the adapter that it names. None of several may have a value head."""
-        return self._scores(batch, Readout())
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: [T] fp32, on every rank of all.
@@ -206,11 +202,15 @@ class AdapterEngine:
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")
-        return self._scores(replace(batch, adapters=(adapter,) * batch.n_sequences), Readout(), whole=True)
+        return self.logprobs_of_each(replace(batch, adapters=(adapter,) * batch.n_sequences), whole=True)
 
-    def _scores(self, batch: TrainBatch, readout: Readout, *, whole: bool = False) -> Tensor:
+    def logprobs_of_each(self, batch: TrainBatch, temperature: float = 1.0, *, whole: bool = False) -> Tensor:
+        """As `logprobs`, of each sequence by the adapter that it names; of several none may have a value head.
+
+        ``whole``: on every rank of all sequences.
+        """
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
-            plans, results = self._run(batch, None, readout)
+            plans, results = self._run(batch, None, Readout(temperature))
         return micro.gather_scores(batch, plans, results, self._sharded.layout, whole=whole)
 
     def forward_backward(
@@ -232,24 +232,20 @@ class AdapterEngine:
         adapter, *others = sorted(set(batch.adapters))
         if others:
             raise AdapterError(f"a batch names the adapters {[adapter, *others]}; each batch trains one")
-        return self._train(batch, {adapter: loss_fn}, Readout(temperature, need_entropy), scores)[adapter]
+        readout = Readout(temperature, need_entropy)
+        return self.forward_backward_of_each(batch, {adapter: loss_fn}, scores=scores, readout=readout)[adapter]
 
     def forward_backward_of_each(
-        self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor
+        self, batch: TrainBatch, losses: Mapping[str, LossFn], *, scores: Tensor | None, readout: Readout | None = None
     ) -> dict[str, dict[str, float]]:
         """As `forward_backward`, for all adapters that ``batch`` names in common micro-batches; each has its loss.
 
         Gradients and sums are those of passes of their own but for rounding. All losses give stats of the same names.
         Raises AdapterError for an adapter with a value head beside others.
         """
-        return self._train(batch, losses, Readout(), scores)
-
-    def _train(
-        self, batch: TrainBatch, losses: Mapping[str, LossFn], readout: Readout, scores: Tensor | None
-    ) -> dict[str, dict[str, float]]:
         dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
         with self.spans.span("passes"), self._model.active.using(dropouts):
-            plans, results = self._run(batch, losses, readout)
+            plans, results = self._run(batch, losses, readout or Readout())
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})
@@ -346,7 +342,7 @@ class AdapterEngine:
         must start at once and run the iterator to its end before the weights change.
         """
         memory = self.resident(adapter).memory
-        return memory.tensors(memory.weights, self._model.groups)
+        return memory.packer("float32").tensors(memory.weights, self._model.groups)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).

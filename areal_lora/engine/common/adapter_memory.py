@@ -9,6 +9,7 @@ The plans are made once (`transfer_plan`); a publish runs them without Python wo
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -20,12 +21,13 @@ from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.active import site_key
+from areal_lora.engine.layers.expert_mlp import ExpertLora
 from areal_lora.engine.layers.output import ValueHead
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.families.sites import LORA_A, LORA_B
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, WireTensor
+from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 from areal_lora.weight_sync.strided import StridedCopies
 
 LAUNCHED = 16
@@ -56,7 +58,6 @@ class AdapterMemory:
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, Packer] = {}
-        self._loading: tuple[list[str], TensorBlocks] | None = None
 
     def refresh(self) -> None:
         """Cast the weights for the layers: before each pass, as a step or a load may have changed them."""
@@ -96,19 +97,17 @@ class AdapterMemory:
         names = [self.model.pieces(key)[0].name for key in bank.keys]
         return self.spec.scale_of(names[0]), tuple(map(site_key, names))
 
+    def experts(self, bank: Bank) -> ExpertLora:
+        """A bank of routed experts, for `expert_mlp`."""
+        scale, sites = self.scale_and_sites(bank)
+        numbers = torch.tensor(sites, device=self.weights.device)
+        return ExpertLora(*self.parameters(bank, None if bank.experts else 0), scale, numbers)
+
     def layout(self, dtype: str) -> AdapterLayout:
         """The wire layout, equal on every rank (not collective)."""
         if dtype not in self._layouts:
             self._layouts[dtype] = wire_layout(self.model, self.spec, dtype)
         return self._layouts[dtype]
-
-    def shard(self, dtype: str) -> ShardLayout | None:
-        """Layout of the shard that this rank sends; None for a rank that is not a source."""
-        return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
-
-    def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of this rank's shard of ``source``, copied section by section. Collective like `Packer.fill`."""
-        return self.packer("float32").tensors(source, self.shard("float32"), groups)
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
@@ -126,21 +125,17 @@ class AdapterMemory:
             self._packers[dtype] = Packer(self, self.layout(dtype), strided=self.weights.device.type != "cpu")
         return self._packers[dtype]
 
-    def held_names(self) -> list[str]:
-        """The wire tensors of which this rank holds a part."""
-        return self._load_plan()[0]
-
-    def _load_plan(self) -> tuple[list[str], TensorBlocks]:
-        if self._loading is None:
-            self._loading = load_plan(self.model, self.spec, self.rank)
-        return self._loading
+    @cached_property
+    def held(self) -> tuple[list[str], TensorBlocks]:
+        """The wire tensors of which this rank holds a part, and how `load` copies them."""
+        return load_plan(self.model, self.spec, self.rank)
 
     def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts out of whole tensors to ``target``, arranged like the weights (not collective).
 
-        ``tensors`` must contain `held_names`.
+        ``tensors`` must contain those `held`.
         """
-        names, blocks = self._load_plan()
+        names, blocks = self.held
         if not names:
             return
         whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
@@ -154,11 +149,13 @@ class AdapterMemory:
 class Packer:
     """One rank's plan, bound to its memory; built at the first publish of a wire dtype.
 
-    Compiled loops copy memory of the host, ``strided`` views that of an accelerator.
+    ``shard`` is what the rank sends; None for a rank that is not a source. Compiled loops copy memory of the host,
+    ``strided`` views that of an accelerator.
     """
 
     def __init__(self, memory: AdapterMemory, layout: AdapterLayout, *, strided: bool) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
+        self.shard = next((s for s in layout.shards if s.source == rank), None)
         self._plan: PackPlan = pack_plan(model, spec, rank, layout)
         where, self._rank = model.layout, rank
         owners = {Range.DENSE_SPLIT: rank - where.tp_rank(rank), Range.EXPERT_SPLIT: rank - where.etp_rank(rank)}
@@ -192,19 +189,18 @@ class Packer:
             self._copy(weights, flat, (start, end))
             yield end
 
-    def tensors(
-        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The fp32 tensors of the shard, in the memory of `sections`."""
-        for start, held, section in self.sections(weights, shard, groups):
+    def tensors(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
+        """The fp32 tensors of the shard, in the memory of `sections`. Collective like `fill`."""
+        for start, held, section in self.sections(weights, groups):
             for t in held:
                 yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
     def sections(
-        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+        self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[int, tuple[WireTensor, ...], Tensor]]:
         """(start in the shard, tensors, their fp32 numbers in host memory of their own). Otherwise like `fill`."""
         for first, last in self._ready(weights, groups):
+            shard = self.shard
             assert shard is not None
             start = shard.tensors[first].offset
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes

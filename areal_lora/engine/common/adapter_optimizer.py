@@ -62,11 +62,6 @@ class _Level:
     def ranks(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def slices(self) -> Iterator[slice]:
-        """Of own elements, so that those of all ranks have `SLICE_BYTES`."""
-        each, width = self.own[1] - self.own[0], max(1, SLICE_BYTES // 4 // self.ranks)
-        return (slice(at, min(at + width, each)) for at in range(0, each, width))
-
 
 NORM_CHUNK = 2**22
 """Elements whose squares are in fp64 at a time: 64 MiB for a moment, whatever the size of the adapter."""
@@ -136,7 +131,10 @@ class AdapterOptimizer:
         moment, alone = self.moments[name], len(self.moments[name]) == len(self._weights)
         parts = dict(zip(self._own, moment.split([end - start for start, end in self._own]), strict=True))
         whole = moment if alone else torch.empty_like(self._weights)
-        cuts = [] if alone else [(level, columns) for level in self._levels() for columns in level.slices()]
+        cuts = []
+        for level in self._levels() if not alone else ():
+            each, width = level.own[1] - level.own[0], max(1, SLICE_BYTES // 4 // level.ranks)
+            cuts += [(level, slice(at, min(at + width, each))) for at in range(0, each, width)]
         most = torch.tensor(len(cuts))
         dist.all_reduce(most, dist.ReduceOp.MAX)  # pipeline stages have memory of several sizes
 
@@ -197,8 +195,9 @@ def copy_state(
     memory: AdapterMemory, optimizer: AdapterOptimizer | None, groups: Mapping[Range, dist.ProcessGroup]
 ) -> tuple[AdapterState, Iterator[None]]:
     """See `AdapterEngine.copy_state`; without ``optimizer`` the weights alone."""
-    shards, shard = memory.layout("float32").shards, memory.shard("float32")
-    size, most = shard.nbytes // 4 if shard else 0, max(each.nbytes for each in shards)
+    packer = memory.packer("float32")
+    shard, most = packer.shard, max(each.nbytes for each in memory.layout("float32").shards)
+    size = shard.nbytes // 4 if shard else 0
     parts = {part: np.empty(size, np.float32) for part in (PARTS if optimizer else (WEIGHT,))}
 
     def copying() -> Iterator[None]:
@@ -207,7 +206,7 @@ def copy_state(
             if optimizer and part != WEIGHT:
                 source, filling = optimizer.whole_moment(part)
                 yield from filling
-            sections = memory.packer("float32").sections(source, shard, groups)
+            sections = packer.sections(source, groups)
             for done in range(SLICE_BYTES, most + SLICE_BYTES, SLICE_BYTES):
                 for start, _, section in sections:
                     values[start // 4 :][: len(section)] = section.numpy()

@@ -94,9 +94,6 @@ class ParallelLayout:
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
 
-    def ep_rank(self, rank: int) -> int:
-        return rank // self.etp % self.ep
-
     def etp_rank(self, rank: int) -> int:
         return rank % self.etp
 
@@ -107,7 +104,7 @@ class ParallelLayout:
 
     def experts_of(self, rank: int) -> range:
         """Global numbers of the experts of this rank, in every layer of its stage that has experts."""
-        first = self.ep_rank(rank) * self.experts_per_rank
+        first = rank // self.etp % self.ep * self.experts_per_rank
         return range(first, first + self.experts_per_rank)
 
     def owner(self, layer: int, expert: int | None) -> int:
@@ -254,10 +251,6 @@ class ShardedModel:
         """Shapes of the value head's tensors by wire name; none if the adapter has no value head."""
         return {HEAD_WEIGHT: (self.shape.hidden,), HEAD_BIAS: (1,)} if spec.value_head else {}
 
-    def has_head(self, spec: AdapterSpec, rank: int) -> bool:
-        """Whether ``rank`` holds the adapter's value head: all ranks of the last stage do."""
-        return spec.value_head and rank >= self.layout.first_rank_of_last_stage()
-
     def split_over(self, split: Range) -> int:
         """How many ranks a split range is divided over."""
         return self.layout.etp if split is Range.EXPERT_SPLIT else self.layout.tp
@@ -300,7 +293,7 @@ def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
         sizes[a_part] += math.prod(bank.a_shape)
         sizes[b_part] += math.prod(bank.b_shape)
     before_head = sizes[Range.DENSE_WHOLE]
-    has_head = model.has_head(spec, rank)
+    has_head = spec.value_head and rank >= model.layout.first_rank_of_last_stage()  # all ranks of the last stage
     if has_head:
         sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
     unit = model.layout.ranks_per_stage  # a multiple of the replicas of every range

@@ -18,7 +18,7 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AlignmentError
-from areal_lora.families.flops import PassSizes
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
@@ -178,21 +178,14 @@ def gather_scores(
 def sum_over_ranks(sums: Mapping[str, Mapping[str, float]], reporting: Collection[int]) -> dict[str, dict[str, float]]:
     """Add up each adapter's sums of the reporting ranks. All have the same names: the first of these ranks, which has
     sequences of some adapter, broadcasts them."""
-    rank = dist.get_rank()
-    names = _broadcast_names(sorted(set().union(*sums.values())), min(reporting), rank)
+    rank, source = dist.get_rank(), min(reporting)
+    text = "\n".join(sorted(set().union(*sums.values()))).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    dist.broadcast(size, source)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if rank == source else torch.zeros(int(size)).byte()
+    dist.broadcast(data, source)
+    names = data.numpy().tobytes().decode().split("\n")
     rows = [[own.get(name, 0.0) if rank in reporting else 0.0 for name in names] for own in sums.values()]
     values = torch.tensor(rows, dtype=torch.float64)
     dist.all_reduce(values)
     return {name: dict(zip(names, row, strict=True)) for name, row in zip(sums, values.tolist(), strict=True)}
-
-
-def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
-    text = "\n".join(names).encode()
-    size = torch.tensor([len(text)], dtype=torch.int64)
-    dist.broadcast(size, source)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if rank == source:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(data, source)
-    received: bytes = data.numpy().tobytes()
-    return received.decode().split("\n")

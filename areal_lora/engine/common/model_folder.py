@@ -45,19 +45,14 @@ def share(files: Sequence[Path], first: int = 0, memory: Path = SHARED_MEMORY) -
 
     ``first`` is the first file. Raises EnvironmentError_ where shared memory is missing or too small.
     """
-    copies = [memory / f"{PREFIX}{_identity(file)}" for file in files]
+    # The name is of this user's file in its present state.
+    states = [f"{os.getuid()}\0{f.resolve()}\0{f.stat().st_size}\0{f.stat().st_mtime_ns}".encode() for f in files]
+    copies = [memory / f"{PREFIX}{hashlib.blake2b(state, digest_size=16).hexdigest()}" for state in states]
     _sweep(memory, {copy.name for copy in copies})
     for i in range(len(files)):
         at = (first + i) % len(files)
         _attach(files[at], copies[at])
     return copies
-
-
-def _identity(file: Path) -> str:
-    """Of this user's file in its present state."""
-    state = file.stat()
-    text = f"{os.getuid()}\0{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _attach(source: Path, copy: Path) -> None:
@@ -75,21 +70,16 @@ def _attach(source: Path, copy: Path) -> None:
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         if os.fstat(fd).st_size != source.stat().st_size:
-            _fill(source, fd)
+            os.ftruncate(fd, 0)  # written from the start, so the size shows whether the copy is whole
+            with source.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
+                    pass
     except OSError as error:
         copy.unlink(missing_ok=True)
         raise _refused(source, copy, error) from error
     finally:
         fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
-def _fill(source: Path, fd: int) -> None:
-    """Written from the start, so the size shows whether the copy is whole."""
-    os.ftruncate(fd, 0)
-    with source.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while os.sendfile(fd, file.fileno(), None, _CHUNK_BYTES):
-            pass
 
 
 def _sweep(memory: Path, keep: set[str]) -> None:
@@ -139,7 +129,6 @@ class ModelFolder:
 
     @classmethod
     def at(cls, path: str) -> ModelFolder:
-        """The folder's own files."""
         return cls(path, _files(path))
 
     def __contains__(self, name: str) -> bool:

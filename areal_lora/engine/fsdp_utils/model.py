@@ -78,12 +78,10 @@ class Sources:
                 for target, sources in self._stacks:
                     prefix = candidate.removesuffix(target)
                     if prefix != candidate and (prefix + sources[0]).replace("*", "0") in self._folder:
-                        return torch.stack([self._expert(prefix, sources, e) for e in range(start, stop)])
+                        names = [prefix + source for source in sources]  # of an expert's matrices, in their order
+                        each = ([name.replace("*", str(e)) for name in names] for e in range(start, stop))
+                        return torch.stack([torch.cat(list(map(self._folder.whole, own))) for own in each])
         raise UnknownTensorError(f"the model's parameter {name} is in no safetensors file of {self._folder.path}")
-
-    def _expert(self, prefix: str, sources: Sequence[str], expert: int) -> Tensor:
-        """The matrices of an expert, one below the other."""
-        return torch.cat([self._folder.whole((prefix + source).replace("*", str(expert))) for source in sources])
 
     def _published(self, name: str) -> Iterator[str]:
         yield name
@@ -187,7 +185,7 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     rows = expert_mlp(
         _Exchange.apply(hidden, tokens, back, k, True),
         weights.reshape(-1).index_select(0, order),
-        [(site.fc1.get(used.name, none), site.fc2.get(used.name, none)) for used in active.each],
+        [(site.fc1.get(name, none), site.fc2.get(name, none)) for name in active.each],
         (module.gate_up_proj, module.down_proj),
         torch.searchsorted(experts, numbers[: module.num_experts], right=True, out_int32=True),
         active,

@@ -137,38 +137,25 @@ class PackedTokens:
         return PackedTokens(keys=self.keys[rows], ends=(self.ends - first).clamp_(0, n), owners=self.owners[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActiveAdapter:
-    """An adapter in use. ``dropout`` are the masks of its inputs, None while nothing is trained."""
-
-    name: str
-    dropout: Dropout | None
-
-    @property
-    def factor(self) -> float:
-        """What multiplies the adapter's product because of dropout."""
-        return 1.0 if self.dropout is None else self.dropout.factor
-
-
 class ActiveAdapters:
     """The adapters in use, and their tokens in the micro-batch that a layer computes; none is the frozen base."""
 
-    each: tuple[ActiveAdapter, ...]
+    each: Mapping[str, Dropout | None]
+    """By name in the order of their rows, the masks of their inputs; None while nothing is trained."""
 
     def __init__(self, used: Mapping[str, Dropout | None] | None = None) -> None:
         self.tokens: PackedTokens | None = None
+        """Those that are computed next; without them one adapter has all rows."""
         self.flips: Tensor | None = None
         self.compares = False
         self._use(used or {})
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
-        self.each = tuple(ActiveAdapter(name=name, dropout=dropout) for name, dropout in adapters.items())
-        self._tables = dict[tuple[torch.dtype, tuple[float, ...]], Tensor]()
+        self.each, self._tables = adapters, dict[tuple[torch.dtype, tuple[float, ...]], Tensor]()
 
     @property
     def drops(self) -> bool:
-        """Whether inputs of any of them are dropped."""
-        return any(adapter.dropout is not None for adapter in self.each)
+        return any(self.each.values())
 
     @contextmanager
     def using(self, adapters: Mapping[str, Dropout | None]) -> Iterator[None]:
@@ -183,10 +170,6 @@ class ActiveAdapters:
             yield
         finally:
             self.each, self._tables, self.tokens = before
-
-    def follow(self, tokens: PackedTokens | None) -> None:
-        """Compute ``tokens`` next; without them one adapter has all rows."""
-        self.tokens = tokens
 
     def routes(self, layer: int) -> Tensor | None:
         """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
@@ -225,7 +208,8 @@ class ActiveAdapters:
 
         One number where one adapter is in use.
         """
-        values = [scale * adapter.factor for scale, adapter in zip(scales, self.each, strict=True)]
+        masks = self.each.values()
+        values = [scale * (mask.factor if mask else 1.0) for scale, mask in zip(scales, masks, strict=True)]
         return values[0] if len(values) == 1 else self._by_row(values, torch.float32, rows)[:, None]
 
     def keep(self, rows: PackedTokens | None, sites: int | Tensor, features: int, first: int = 0) -> Tensor | None:
@@ -233,7 +217,7 @@ class ActiveAdapters:
         if not self.drops:
             return None
         assert rows is not None
-        masks = [adapter.dropout or Dropout(rate=0.0, seed=0) for adapter in self.each]
+        masks = [dropout or Dropout(rate=0.0, seed=0) for dropout in self.each.values()]
         if len(masks) == 1:
             return masks[0].keep(rows.keys, sites, features, first)
         seeds = self._by_row([mask.seed for mask in masks], torch.int64, rows)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ from areal_lora.platforms.device import upload
 from areal_lora.types import TrainBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens [start, start + own) of the packed ones, after the shared tokens [shared_start, shared_start + shared)."""
 
     start: int
@@ -65,7 +64,7 @@ class AttentionPlan:
     def __init__(
         self, segments: Sequence[Segment], n_tokens: int, device: torch.device, context: ContextGroup | None = None
     ) -> None:
-        self._segments = np.array([(s.start, s.own, s.shared_start, s.shared, 0) for s in segments if s.own])
+        self._segments = np.array([(*segment, 0) for segment in segments if segment.own])
         self._segments, self._device = self._segments.reshape(-1, 5).astype(np.int64), device
         self._windows: dict[int | None, AttentionPass] = {}
         start, own, *_ = self._segments.T
@@ -302,7 +301,7 @@ def pack(
     segments: list[Segment] = []
     if micro is not None:
         segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
-        start, own, shared_start, shared = np.array([(s.start, s.own, s.shared_start, s.shared) for s in segments]).T
+        start, own, shared_start, shared = np.array(segments).T
         held = runs(np.array(origins), own)  # the token of ``micro`` that each token of the row is
         text = micro.token_ids.numpy()
         row[: len(held)] = text[held]
@@ -407,5 +406,5 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
 def to_sequences(values: Tensor, packed: PackedMicroBatch) -> Tensor:
     """Packed [tokens of ``micro``] from predictions [p]; entry 0 of every sequence is 0."""
     if (context := packed.attention.context) is not None:
-        values = context.gather_equal(functional.pad(values, (0, packed.predictions - len(values))))
+        values = context.gather(functional.pad(values, (0, packed.predictions - len(values))), equal=True)
     return torch.cat([values, values.new_zeros(1)]).index_select(0, packed.index)

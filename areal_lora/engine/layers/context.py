@@ -51,14 +51,12 @@ class ContextGroup:
         places[order] = np.arange(n)
         return places
 
-    def gather(self, x: Tensor) -> Tensor:
-        """``x`` [t, ...] of every rank: [size * t, ...]. Each rank's gradient of it is a part of the whole one."""
-        gathered: Tensor = _Gather.apply(x, self, False)
-        return gathered
+    def gather(self, x: Tensor, *, equal: bool = False) -> Tensor:
+        """``x`` [t, ...] of every rank: [size * t, ...]. Each rank's gradient of it is a part of the whole one.
 
-    def gather_equal(self, x: Tensor) -> Tensor:
-        """As `gather`, for what all ranks compute alike from the result: each has the whole gradient."""
-        gathered: Tensor = _Gather.apply(x, self, True)
+        ``equal``: all ranks compute alike from the result, so each has the whole gradient.
+        """
+        gathered: Tensor = _Gather.apply(x, self, equal)
         return gathered
 
 

@@ -139,6 +139,14 @@ class DownProjection(torch.autograd.Function):  # type: ignore[misc]
         return kept(groups.times(dh, weight.transpose(1, 2)), keep), *none
 
 
+def down_projection(x: Tensor, rows: PackedTokens | None, keep: Tensor | None, lora_a: Sequence[Any]) -> Tensor:
+    """A d(x) of the adapters in use: [m, r] of ``x`` [m, in]; ``lora_a`` [r, in] each, None without a part."""
+    if len(lora_a) == 1:
+        return nn.functional.linear(kept(x, keep), *lora_a)
+    found: Tensor = DownProjection.apply(x, Groups.of(rows), keep, *lora_a)
+    return found
+
+
 class UpProjection(torch.autograd.Function):  # type: ignore[misc]
     """``scale`` h B' of several adapters: [m, out] of ``hidden`` [m, r] with a scale [m, 1] of each row.
 

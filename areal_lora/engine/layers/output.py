@@ -75,7 +75,7 @@ class OutputSite:
         """``hidden`` [t, 1, h] or [1, t, h], of this rank's part of the sequence."""
         assert self._next is not None, "an output layer is called once for each micro-batch"
         (packed, readout), self._next = self._next, None
-        head = self.heads.get(self._active.each[0].name) if self._active.each else None
+        head = self.heads.get(next(iter(self._active.each), ""))
         if head is not None:  # its adapter is the only one in use
             return self._wrap(self._whole(head(hidden), False).view(-1, 1).index_select(0, packed.sources))
         rows = self._whole(hidden, True).view(-1, hidden.shape[-1])

@@ -43,7 +43,7 @@ def _recomputed(
     tokens = active.tokens
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        active.follow(tokens)  # of this micro-batch: a pipeline has passed later ones meanwhile
+        active.tokens = tokens  # of this micro-batch: a pipeline has passed later ones meanwhile
         return forward(*args, **kwargs)
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

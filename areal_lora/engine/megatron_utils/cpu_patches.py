@@ -1,8 +1,7 @@
 """A table of patches that lets Megatron-core 0.16 and Megatron-Bridge 0.3 run without a GPU.
 
-Megatron takes from `torch.cuda` its device, streams and RNG state even where there is no GPU. Each row states
-what is replaced and why. The engine calls `install_cpu_patches` before the first import of Megatron, and only
-where the device is cpu.
+Megatron takes from `torch.cuda` its device, streams and RNG state even where there is no GPU. The engine calls
+`install_cpu_patches` before the first import of Megatron, and only where the device is cpu.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,62 +91,35 @@ def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(state)
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """Replace attribute ``name`` of ``module`` (or ``module:Class``) by ``value``, because of ``why``."""
-
-    module: str
-    name: str
-    value: Any
-    why: str
-
-
+# Modules (or ``module:Class``), the attributes of them that are replaced, and by what.
 TORCH_PATCHES = (
-    Patch("torch.cuda", "current_device", lambda: CPU, "buffers are allocated on torch.cuda.current_device()"),
-    Patch("torch.cuda", "current_stream", lambda *_: NullStream(), "streams are compared and waited for"),
-    Patch("torch.cuda", "Stream", NullStream, "a class, because transformers annotates with torch.cuda.Stream | None"),
-    Patch("torch.cuda", "synchronize", lambda *_: None, "pipeline communication synchronises the device"),
-    Patch("torch.cuda", "get_rng_state", _get_rng_state, "RNG trackers save and restore the device generator"),
-    Patch("torch.cuda", "set_rng_state", _set_rng_state, "RNG trackers save and restore the device generator"),
-    Patch("torch.cuda", "manual_seed", torch.manual_seed, "RNG trackers seed the device generator"),
+    ("torch.cuda", "current_device", lambda: CPU),  # buffers are allocated there
+    ("torch.cuda", "current_stream", lambda *_: NullStream()),  # streams are compared and waited for
+    ("torch.cuda", "Stream", NullStream),  # a class, because transformers annotates with torch.cuda.Stream | None
+    ("torch.cuda", "synchronize", lambda *_: None),  # pipeline communication synchronises the device
+    # RNG trackers save, restore and seed the device generator.
+    ("torch.cuda", "get_rng_state", _get_rng_state),
+    ("torch.cuda", "set_rng_state", _set_rng_state),
+    ("torch.cuda", "manual_seed", torch.manual_seed),
 )
-
 MEGATRON_PATCHES = (
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        _get_rng_state,
-        "activation recomputation saves the device generator",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        _set_rng_state,
-        "activation recomputation restores the device generator",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_utils",
-        "te_general_gemm",
-        None,
-        "the router reads this name, which exists only with Transformer Engine",
-    ),
-    Patch(
-        "megatron.core.pipeline_parallel.schedules",
-        "torch",
-        _TorchOnCpu(),
-        'the token counter of every schedule is made on device="cuda"',
-    ),
-    Patch(
+    # Activation recomputation saves and restores the device generator.
+    ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state),
+    ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state),
+    # The router reads this name, which exists only with Transformer Engine.
+    ("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None),
+    # The token counter of every schedule is made on device="cuda".
+    ("megatron.core.pipeline_parallel.schedules", "torch", _TorchOnCpu()),
+    # Tied embeddings of two stages are copied with .cuda(); both are read from the folder.
+    (
         "megatron.core.models.common.language_module.language_module:LanguageModule",
         "_is_in_embd_group",
         lambda _: False,
-        "tied embeddings of two stages are copied with .cuda(); both are read from the folder",
     ),
-    Patch("megatron.core.models.backends", "WrappedTorchNorm", RmsNorm, "the stock one rejects sequence parallelism"),
-    Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
-    Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
+    ("megatron.core.models.backends", "WrappedTorchNorm", RmsNorm),  # the stock one rejects sequence parallelism
+    ("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm),  # final norm of the local layer spec
+    ("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm),  # final norm of the block
 )
-BRIDGE_PATCH = Patch("megatron.bridge.peft.utils", "HAVE_TE", False, "the stand-in's classes are no layers to match")
 
 
 class _StubModule(types.ModuleType):
@@ -180,11 +151,6 @@ def _transformer_engine_stub() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _apply(patches: tuple[Patch, ...]) -> None:
-    for patch in patches:
-        setattr(pkgutil.resolve_name(patch.module), patch.name, patch.value)
-
-
 _installed = False
 
 
@@ -193,14 +159,16 @@ def install_cpu_patches() -> None:
     global _installed
     if _installed:
         return
-    _apply(TORCH_PATCHES)
-    _apply(MEGATRON_PATCHES)
+    for patches in (TORCH_PATCHES, MEGATRON_PATCHES):
+        for module, name, value in patches:
+            setattr(pkgutil.resolve_name(module), name, value)
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    why = "with several messages of virtual stages in flight, what arrives over gloo is wrong"
-    _apply((Patch(p2p.__name__, "_p2p_ops", _at_once(p2p._p2p_ops), why),))
+    # With several messages of virtual stages in flight, what arrives over gloo is wrong.
+    p2p._p2p_ops = _at_once(p2p._p2p_ops)  # type: ignore[attr-defined]
     importlib.import_module("megatron.core.extensions.transformer_engine")
     with _transformer_engine_stub():
         importlib.import_module("megatron.bridge.models.gpt_provider")
         importlib.import_module("megatron.bridge.peft.lora_layers")
-    _apply((BRIDGE_PATCH,))
+    # The stub's classes are no layers to match.
+    sys.modules["megatron.bridge.peft.utils"].HAVE_TE = False  # type: ignore[attr-defined]
     _installed = True

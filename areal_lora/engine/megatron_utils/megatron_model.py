@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
@@ -35,6 +36,7 @@ from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
+from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
@@ -168,9 +170,7 @@ def _layers(config: GPTModelProvider, vp_stage: int | None = None, *, on_cpu: bo
     return block
 
 
-def initialize_parallel(
-    trainer: TrainerConfig, device: torch.device, seed: int = 0
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def initialize_parallel(trainer: TrainerConfig, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create the groups of ``trainer``'s layout; joins the world from the environment unless the caller has.
 
     Returns this rank's tensor-parallel group and expert-tensor-parallel group.
@@ -184,7 +184,7 @@ def initialize_parallel(
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.etp,
     )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(0)
     return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
 
 
@@ -260,10 +260,11 @@ class MegatronModel:
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
-        modules.recompute_layers(self.module, trainer.recompute, self.active)
+        # In place of Megatron's own, which knows neither a micro-batch's keys nor what to keep of our attention.
+        layers = (layer for layer in self.module.modules() if isinstance(layer, TransformerLayer))
+        recompute(layers, trainer.recompute, self.active)
 
     def attach(self, memory: AdapterMemory) -> list[GradientClass]:
-        """Make the adapter in ``memory`` resident."""
         modules.attach(self.module, memory, self.active)
         if head := memory.value_head():
             assert self._output is not None, "a value head is on the last stage"
@@ -271,7 +272,6 @@ class MegatronModel:
         return classify(memory)
 
     def detach(self, name: str) -> None:
-        """Forget a resident adapter (not collective)."""
         modules.detach(self.module, name)
         if self._output:
             self._output.heads.pop(name, None)

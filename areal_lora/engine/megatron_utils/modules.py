@@ -35,15 +35,13 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from areal_lora.config.sections.run import Recompute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Bank
-from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens, from_lanes, kept, to_lanes
+from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens, from_lanes, to_lanes
 from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
-from areal_lora.engine.layers.grouped_lora import DownProjection, Groups, UpProjection
+from areal_lora.engine.layers.grouped_lora import Groups, UpProjection, down_projection
 from areal_lora.engine.layers.output import OutputSite
-from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.router_replay import replay
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
 from areal_lora.errors import UnknownTensorError
@@ -82,7 +80,7 @@ class Packing:
         layer (re)computes."""
 
         def start(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            active.follow(self._tokens[int(kwargs["attention_mask"])])
+            active.tokens = self._tokens[int(kwargs["attention_mask"])]
 
         routers = [layer.router for layer in model.modules() if isinstance(layer, MoELayer)]
         for layer, router in enumerate(routers):
@@ -127,7 +125,7 @@ class GroupedLinear(nn.Module):  # type: ignore[misc]
 
     def loras(self, active: ActiveAdapters) -> list[ExpertLora]:
         """The part of each adapter in use; an empty one if there is none."""
-        return [self.residents.get(adapter.name, ExpertLora()) for adapter in active.each]
+        return [self.residents.get(name, ExpertLora()) for name in active.each]
 
 
 class GroupedExperts(nn.Module):  # type: ignore[misc]
@@ -287,7 +285,7 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
-        parts = [self.residents.get(used.name) for used in self.active.each]
+        parts = [self.residents.get(name) for name in self.active.each]
         return (self._add(output, normed.contiguous(), parts) if any(parts) else output), bias
 
     def _add(self, output: Tensor, x: Tensor, parts: Sequence[ParallelAdapter | None]) -> Tensor:
@@ -301,16 +299,12 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         x, rows, rank = x.reshape(-1, x.shape[-1]), active.tokens, parallel_state.get_tensor_model_parallel_rank()
         # A row-parallel layer has features from the rank's on.
         keep = active.keep(rows, kind.site, x.shape[1], rank * x.shape[1] if kind.split else 0)
-        one = len(parts) == 1
-        if one:
-            hidden = nn.functional.linear(kept(x, keep), kind.lora_a)
-        else:
-            hidden = DownProjection.apply(x, Groups.of(rows), keep, *(part.lora_a if part else None for part in parts))
+        hidden = down_projection(x, rows, keep, [part.lora_a if part else None for part in parts])
         if kind.scatter:  # over the ranks' parts of the sequence
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
             rows = rows and rows.part(rank * len(hidden), len(hidden))
         scale = active.scale([part.scale if part else 1.0 for part in parts], rows)
-        if one:
+        if len(parts) == 1:
             found = torch.addmm(output.reshape(-1, output.shape[-1]), hidden, kind.lora_b.t(), alpha=scale)
             return found.view(output.shape)
         lora_b = [part.lora_b[None] if part else None for part in parts]
@@ -344,11 +338,6 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapters) -> N
     if banks.keys() - found_keys:
         layer, scope, linear = sorted(banks.keys() - found_keys)[0]
         raise UnknownTensorError(f"layer {layer}: the model has no {scope}.{linear} to adapt")
-
-
-def recompute_layers(model: nn.Module, kind: Recompute, active: ActiveAdapters) -> None:
-    """In place of Megatron's own, which knows neither the keys of a micro-batch nor what to keep of our attention."""
-    recompute((layer for layer in model.modules() if isinstance(layer, TransformerLayer)), kind, active)
 
 
 def take_output(last: nn.Module, active: ActiveAdapters) -> OutputSite | None:
@@ -391,12 +380,11 @@ def _wrap(model: nn.Module, path: str, module: nn.Module, active: ActiveAdapters
 
 
 def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
-    name, (scale, sites) = memory.spec.name, memory.scale_and_sites(bank)
+    name = memory.spec.name
     if isinstance(site, GroupedLinear):
-        lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
-        site.residents[name] = ExpertLora(lora_a, lora_b, scale, torch.tensor(sites, device=lora_a.device))
+        site.residents[name] = memory.experts(bank)
         return
-    lora_a, lora_b = memory.parameters(bank, 0)
+    (lora_a, lora_b), (scale, sites) = memory.parameters(bank, 0), memory.scale_and_sites(bank)
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
     over_sequence = not get_adapter_attributes_from_linear(site.to_wrap).disable_sequence_parallel_comm
     site.residents[name] = ParallelAdapter(

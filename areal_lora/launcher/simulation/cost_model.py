@@ -19,8 +19,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory, slots
 from areal_lora.errors import ConfigError, RolloutError
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
+from areal_lora.families.sites import PassSizes
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.weight_sync.link.relays import RELAYED_BYTES, REQUEST_S, RelayGroup, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from areal_lora.algorithms.token_losses import Bounds, Targets, bounds_of, token_loss
 from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.recover import verify
-from areal_lora.checkpoint.state import MANIFEST_FILE, Disk, Manifest, decode_manifest, files_of, read_files
+from areal_lora.checkpoint.state import Disk, files_of, read_manifest, read_tensors
 from areal_lora.config.models import Config
 from areal_lora.data.collate import HOST, groups_of_starts, scoring_batch, select
 from areal_lora.distributed.exchange import Exchange, first_problem
@@ -166,7 +165,7 @@ def loadable(run_folder: RunFolder, request: LoadState, adapter: Adapter, base: 
         return wrong
     folder = run_folder.saved_state(request.adapter, request.label)
     try:
-        saved = _manifest(folder)
+        saved = read_manifest(folder)
         verify(folder, AdapterRef(name=saved.spec.name, version=saved.version))
     except FileNotFoundError:
         return f"{request.adapter} has no saved state {request.label!r}"
@@ -188,9 +187,8 @@ def load_saved(
     folder = run_folder.saved_state(request.adapter, request.label)
     problem = ""
     try:
-        saved = _manifest(folder)
-        entries = files_of(saved)
-        parts = read_files([folder / entry.name for entry in entries])
+        saved = read_manifest(folder)
+        parts = read_tensors(folder, saved)
     except (OSError, CheckpointError) as error:
         problem = f"trainer rank {exchange.rank} cannot read the saved state {request.label!r}: {error}"
     if problem := first_problem(problem, exchange):
@@ -200,7 +198,7 @@ def load_saved(
         empty = {name: np.zeros_like(values) for name, values in parts["weight"].items()}
         parts = {part: values if part == "weight" else empty for part, values in parts.items()}
     engine.load_state(adapter, parts, step)
-    return StateResult(step=step, n_bytes=sum(entry.nbytes for entry in entries))
+    return StateResult(step=step, n_bytes=sum(entry.nbytes for entry in files_of(saved)))
 
 
 def tidy_states(run_folder: RunFolder, disk: Disk) -> None:
@@ -222,7 +220,3 @@ def tidy_states(run_folder: RunFolder, disk: Disk) -> None:
     except OSError as error:
         fix = "make the folder of saved states writable, then start the run again"
         raise CheckpointError(f"{error.filename}: {error.strerror} (fix: {fix})") from error
-
-
-def _manifest(folder: Path) -> Manifest:
-    return decode_manifest((folder / MANIFEST_FILE).read_bytes())

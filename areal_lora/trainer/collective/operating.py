@@ -110,7 +110,13 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
                 trainer.checkpointing.keep(state, controller_state(trainer, state), label)
             return None
         case protocol.Publish():
-            return _publish(trainer, state, operation)
+            if trainer.publishing.newest(state.name) == state.version:
+                return protocol.PublishResult(version=state.version)
+            if trainer.rank_0:
+                trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
+            with spans.span("publish_pack"):
+                trainer.publishing.publish(state.adapter, state.version)
+            return None
     raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone, or together")
 
 
@@ -146,13 +152,3 @@ def _settle(trainer: Trainer, state: TrainingState, operation: protocol.Operatio
 def _save(trainer: Trainer, state: TrainingState) -> None:
     with trainer.spans[state.name].span("checkpoint_copy"):
         trainer.checkpointing.save(state, controller_state(trainer, state), at_once=False)
-
-
-def _publish(trainer: Trainer, state: TrainingState, operation: protocol.Operation) -> protocol.PublishResult | None:
-    if trainer.publishing.newest(state.name) == state.version:
-        return protocol.PublishResult(version=state.version)
-    if trainer.rank_0:
-        trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
-    with trainer.spans[state.name].span("publish_pack"):
-        trainer.publishing.publish(state.adapter, state.version)
-    return None

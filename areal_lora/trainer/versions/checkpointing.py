@@ -171,7 +171,34 @@ class Checkpointing:
 
         It is the adapter's save in progress.
         """
-        snapshot, copying = self._snapshot(state, controller)
+        adapter, optimizer = state.adapter, state.adapter.config.optimizer
+        tensors, copying = self._engine.copy_state(adapter.name)
+        others = companions.states(self._engine, adapter)
+        manifest = saved.Manifest(
+            run=self._config.run.name,
+            version=state.version,
+            spec=adapter.spec,
+            base_digest=self._engine.base_digest(),
+            layout=self._config.trainer.model_dump(include=set(LAYOUT)),
+            clock=saved.Clock(
+                step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
+            ),
+            files=(),
+            random=(),
+            ledger=controller.ledger,
+            evaluations=dict(controller.evaluations),
+            awaited=tuple(sorted(controller.pending)),
+            kl_scale=state.kl_scale,
+            companions={role: described for role, (_, described) in others.items()},
+            written_s=0.0,
+        )
+        snapshot = Snapshot(
+            ref=state.ref,
+            state=tensors,
+            companions={role: own for role, (own, _) in others.items()},
+            random=random_state(self._engine.device),
+            manifest=manifest,
+        )
         save = self._saver.start(snapshot, label)
         self._copies[state.name] = _Copy(save, snapshot, copying)
         return save
@@ -202,39 +229,6 @@ class Checkpointing:
     def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
         return self._saver.pending(adapter)
-
-    def _snapshot(self, state: TrainingState, controller: ControllerState) -> tuple[Snapshot, Iterator[None]]:
-        adapter, version = state.adapter, state.version
-        tensors, copying = self._engine.copy_state(adapter.name)
-        others = companions.states(self._engine, adapter)
-        optimizer = adapter.config.optimizer
-        manifest = saved.Manifest(
-            run=self._config.run.name,
-            version=version,
-            spec=adapter.spec,
-            base_digest=self._engine.base_digest(),
-            layout=self._config.trainer.model_dump(include=set(LAYOUT)),
-            clock=saved.Clock(
-                step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
-            ),
-            files=(),
-            random=(),
-            ledger=controller.ledger,
-            evaluations=dict(controller.evaluations),
-            awaited=tuple(sorted(controller.pending)),
-            kl_scale=state.kl_scale,
-            companions={role: described for role, (_, described) in others.items()},
-            written_s=0.0,
-        )
-        ref = AdapterRef(name=adapter.name, version=version)
-        snapshot = Snapshot(
-            ref=ref,
-            state=tensors,
-            companions={role: state for role, (state, _) in others.items()},
-            random=random_state(self._engine.device),
-            manifest=manifest,
-        )
-        return snapshot, copying
 
     def join(self, adapter: str) -> CheckpointSave | None:
         """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
@@ -322,13 +316,11 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | 
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
     companions.start(engine, adapter, adapter.run.seed)
-    return _load(engine, adapter, Path(path)) if path else None
-
-
-def _load(engine: AdapterEngine, adapter: Adapter, folder: Path) -> RestoredState:
-    manifest = saved.decode_manifest((folder / saved.MANIFEST_FILE).read_bytes())
-    tensors = saved.read_files([folder / entry.name for entry in saved.files_of(manifest)])
-    engine.load_state(adapter.name, tensors, manifest.clock.step)
+    if not path:
+        return None
+    folder = Path(path)
+    manifest = saved.read_manifest(folder)
+    engine.load_state(adapter.name, saved.read_tensors(folder, manifest), manifest.clock.step)
     companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)
     controller = ControllerState(

@@ -32,6 +32,8 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
 SHOWN = 8  # receivers named in an error
+MEMBER = "member {}"
+"""A receiver by its rank, in errors and as the store's key with which it signs in."""
 
 log = get_logger(__name__)
 
@@ -253,7 +255,7 @@ def join_group(
             "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
             "requirements/gpu-rollout.txt)"
         )
-    receivers = [f"member {other}" for other in range(1, endpoint.world)] if rank == 0 else ()
+    receivers = [MEMBER.format(other) for other in range(1, endpoint.world)] if rank == 0 else ()
     return _join(
         endpoint, rank, bind, time.monotonic() + timeout_s, secret, device, receivers=receivers, shared=rank > 0
     )
@@ -292,7 +294,7 @@ def _join(
         prefixed = dist.PrefixStore(endpoint.token, store)
         try:
             if rank:
-                prefixed.set(_signed_in(rank), "")
+                prefixed.set(MEMBER.format(rank), "")
             else:
                 _await_receivers(prefixed, endpoint.source, receivers, left_s)
                 left_s = max(deadline - time.monotonic(), 0.0)
@@ -315,13 +317,9 @@ def _join(
     return group
 
 
-def _signed_in(rank: int) -> str:
-    return f"member {rank}"
-
-
 def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], timeout_s: float) -> None:
     """Wait until all have signed in. Raises PublishError with the names of those that have not."""
-    keys = [_signed_in(rank) for rank, _ in enumerate(receivers, 1)]
+    keys = [MEMBER.format(rank) for rank, _ in enumerate(receivers, 1)]
     try:
         store.wait(keys, backends.delta(timeout_s))
     except dist.DistError:

@@ -138,7 +138,6 @@ class MappedSegment:
 
     @property
     def generation(self) -> int:
-        """The current generation."""
         return int(self._head[_GENERATION])
 
     @property

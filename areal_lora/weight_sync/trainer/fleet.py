@@ -66,10 +66,10 @@ class _Line:
         left_s = self.time_to_send(deadline)
         return self.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
-    def publish(self, announcement: Announcement[msgspec.Raw], deadline: float, answer_s: float) -> PublishReply:
+    def publish(self, announcement: Callable[[float], bytes], deadline: float, answer_s: float) -> PublishReply:
         self.drop(_left_s(deadline))
         left_s = self.time_to_send(deadline)
-        return self.client.publish(encode(msgspec.structs.replace(announcement, timeout_s=left_s)), left_s + answer_s)
+        return self.client.publish(announcement(left_s), left_s + answer_s)
 
     def time_to_send(self, deadline: float) -> float:
         """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
@@ -111,23 +111,29 @@ class Fleet:
             # An earlier session of the server does not return.
             self._away = {other: names for other, names in self._away.items() if other.name != server.name}
 
-    def close(self) -> None:
-        self.keep(())
-
     def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """Raises PublishError if ``server``, a member or not, does not answer in time."""
-        return AdminClient(server, self._secret).ping(timeout_s)
+        with contextlib.closing(AdminClient(server, self._secret)) as own:
+            return own.ping(timeout_s)
 
     def ping_again(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """``ping``, of a member over a connection that is kept: 512 TLS handshakes a second would fill a core."""
         line = self._lines.get(server)
-        return self.ping(server, timeout_s) if line is None else line.pings.ping_again(timeout_s)
+        return self.ping(server, timeout_s) if line is None else line.pings.ping(timeout_s)
 
     def dismiss(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> None:
-        """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
+        """Release leaving servers: they are no members any more, and no request is routed to them.
+
+        Does not wait for their answers: one that misses this ends later.
+        """
+
+        def dismiss(server: ServerEndpoint) -> None:
+            with contextlib.closing(AdminClient(server, self._secret)) as own:
+                own.call(messages.DISMISS_PATH, b"", PingReply, timeout_s)
+
         pool = ThreadPoolExecutor(PINGS, thread_name_prefix="dismiss")
         for server in servers:
-            pool.submit(AdminClient(server, self._secret).dismiss, timeout_s)
+            pool.submit(dismiss, server)
         pool.shutdown(wait=False)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
@@ -236,23 +242,19 @@ class Fleet:
         """
         known, new = msgspec.Raw(msgspec.msgpack.encode(None)), msgspec.Raw(layout.encoded)
 
-        def bringing(servers: Iterable[ServerEndpoint]) -> Announcement[msgspec.Raw]:
+        def body(servers: Iterable[ServerEndpoint]) -> Callable[[float], bytes]:
             layouts = [self._lines[server].layouts for server in servers]
             brings = known if all(manifest.layout in each for each in layouts) else new
             for each in layouts:
                 each.add(manifest.layout)
-            return Announcement(manifest=manifest, layout=brings, timeout_s=0.0)
-
-        def body(servers: Iterable[ServerEndpoint]) -> Callable[[float], bytes]:
-            announcement = bringing(servers)
-            return lambda left_s: encode(msgspec.structs.replace(announcement, timeout_s=left_s))
+            return lambda left_s: encode(Announcement(manifest=manifest, layout=brings, timeout_s=left_s))
 
         ready = {server for server in members if not self._lines[server].undropped}
         posts = self._relayed(ready, messages.PUBLISH_PATH, body, PublishReply, deadline, answer_s)
         for server in members:
             if server not in posts:
                 line = self._lines[server]
-                posts[server] = line.thread.submit(line.publish, bringing([server]), deadline, answer_s)
+                posts[server] = line.thread.submit(line.publish, body([server]), deadline, answer_s)
         return posts
 
     def _relayed(
@@ -327,12 +329,8 @@ class Fleet:
                 del known[old]
             found = check_probe(ref, str(server), expected, served, base, tolerance, before)
             if found.mean_abs > tolerance:
-                log.warning(
-                    "%s on %s: a probe sequence differs by up to %.2g nats, the others do not: a tie between experts",
-                    ref,
-                    server,
-                    found.max_abs,
-                )
+                tie = "a probe sequence differs by up to %.2g nats, the others do not: a tie between experts"
+                log.warning(f"%s on %s: {tie}", ref, server, found.max_abs)
             return found
 
         return {server: self._lines[server].thread.submit(score, server) for server in members}

@@ -89,7 +89,7 @@ class Leader:
 
     def close(self) -> None:
         self.roster.close()
-        self._fleet.close()
+        self._fleet.keep(())
 
     # ------------------------------------------------------------ requests
 

@@ -23,7 +23,6 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError, undo_on_error
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import SharedSegment
@@ -92,7 +91,11 @@ class PackedShard:
         self.sums = marks.sums
         with undo_on_error(self.abandon):  # also an interrupt
             for done in pack(self._flat):
-                self._measure(marks, done)
+                if self._chunks is None:
+                    marks.measure(self._flat.data_ptr(), self._done, done)
+                else:  # this waits for the packing, too
+                    part = self._flat[self._table.end(self._done) : self._table.end(done)]
+                    self._chunks.measure(marks, part, self._done, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
@@ -106,14 +109,6 @@ class PackedShard:
         end = at + len(part)
         self._segment.bytes[at:end] = np.frombuffer(part, dtype=np.uint8)
         self._advance(int(np.searchsorted(self._table.ends, end, side="right")), sealed=end >= self._end)
-
-    def _measure(self, marks: Marks, done: int) -> None:
-        """Fingerprint what was packed since the last call; on a device this waits for the packing, too."""
-        if self._chunks is None:
-            marks.measure(self._flat.data_ptr(), self._done, done)
-        else:
-            part = self._flat[self._table.end(self._done) : self._table.end(done)]
-            self._chunks.measure(marks, part, self._done, done)
 
     def abandon(self) -> None:
         """Wake the sending thread: the remaining tensors are never packed."""

@@ -113,7 +113,12 @@ class Publisher:
         raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack`` is raised here. ``pack`` counts
         in ``cast``; the report has the sums of all ranks.
         """
-        lane = self._lane(ref, layout)
+        lane = self._lanes.get(ref.name)
+        if lane is not None:
+            lane.await_previous()
+        if lane is None or lane.shard.layout.digest != layout.digest:
+            shard = PackedShard(layout, self._exchange.rank, shard_keys(self._secret), self._device)
+            lane = self._lanes[ref.name] = replace(lane, shard=shard) if lane else _Lane(shard, ref.version)
         now = time.monotonic()
         manifest = ShardManifest(
             run=self._run_name,
@@ -123,12 +128,11 @@ class Publisher:
             layout=layout.digest,
             resumed_from=lane.first,
         )
-        shard = lane.shard
-        shard.reset()
+        lane.shard.reset()
         job = PublishJob(
             manifest=manifest,
             layout=layout,
-            shard=shard,
+            shard=lane.shard,
             probe=probe,
             began_s=now,
             budget=Budget(self._config),
@@ -137,7 +141,7 @@ class Publisher:
         lane.newest = job
         self._start(lane, job)
         try:
-            shard.pack(ref, pack)
+            lane.shard.pack(ref, pack)
         except ArealLoraError as e:
             job.own = Failure.of(e)
         except BaseException as e:
@@ -188,17 +192,6 @@ class Publisher:
             listener.close()
         if self._leader is not None:
             self._leader.close()
-
-    def _lane(self, ref: AdapterRef, layout: AdapterLayout) -> _Lane:
-        """Return the adapter's lane, with its shard free to be packed in ``layout``."""
-        lane, keys = self._lanes.get(ref.name), shard_keys(self._secret)
-        if lane is None:
-            shard = PackedShard(layout, self._exchange.rank, keys, self._device)
-            lane = self._lanes[ref.name] = _Lane(shard, ref.version)
-        lane.await_previous()
-        if lane.shard.layout.digest != layout.digest:
-            lane.shard = PackedShard(layout, self._exchange.rank, keys, self._device)
-        return lane
 
     def _start(self, lane: _Lane, job: PublishJob) -> PublishJob:
         lane.previous = job

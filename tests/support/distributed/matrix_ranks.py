@@ -230,7 +230,7 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
     for dtype, kept in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         if kept is torch.bfloat16 and spec.rank != RANKS[-1]:
             continue
-        shard = memory.shard(dtype)
+        shard = memory.packer(dtype).shard
         flat = torch.zeros(shard.nbytes if shard else 0, dtype=torch.uint8)
         done = list(memory.packer(dtype).fill(memory.weights, flat, groups))
         if shard is None:

@@ -69,7 +69,7 @@ class Engine:
                     groups[part] = group
         self._model = SimpleNamespace(groups=groups)
         shapes = {t.name: t.shape for shard in self.memory.layout("float32").shards for t in shard.tensors}
-        held = {name: values(name, shapes[name]) for name in self.memory.held_names()}
+        held = {name: values(name, shapes[name]) for name in self.memory.held[0]}
         self.memory.load(self.memory.weights, held)
 
     def resident(self, name: str) -> Any:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from areal_lora.data.collate import MicroPlan, Tree, find_trees, groups_of_starts, plan_microbatches
 from areal_lora.data.packed_groups import shared_starts
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import PassSizes
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

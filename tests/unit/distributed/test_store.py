@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import Await, CurveStore, KeyTable, StoreCall, StoreServer
+from areal_lora.distributed.store import CurveStore, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import SECRET
@@ -228,17 +228,3 @@ def test_nothing_is_left_after_closing(server):
         if turn == 0:
             first = held()
     wait_until(lambda: held() <= first)  # native threads end a moment later
-
-
-def test_those_who_gave_up_are_forgotten():
-    now = [0.0]
-    answers = []
-    table = KeyTable(lambda sender, reply: answers.append(sender[0]), lambda: now[0])
-    table.handle([b"early"], Await(["k"], 1.0, True))
-    table.handle([b"late"], Await(["k"], 9.0, True))
-    now[0] = 2.0
-    table.forget_late()
-    assert sum(map(len, table._waiting.values())) == 1
-    table.handle([b"putter"], StoreCall("set", ("k", b"v")))
-    assert answers == [b"late", b"putter"]
-    assert not table._waiting

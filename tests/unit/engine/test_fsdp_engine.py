@@ -22,8 +22,8 @@ from areal_lora.engine.common import adapter_engine
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.errors import AdapterError, ConfigError
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import read_shape
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import AdapterSpec
 from tests.support.families.tiny_families import save
 

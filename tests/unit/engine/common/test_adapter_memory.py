@@ -67,7 +67,7 @@ def test_a_shard_on_a_device_is_that_of_the_host(
     assert host.sums.tolist() == device.sums.tolist()
     assert host._trailer.tobytes() == device._trailer.tobytes()
     if dtype == "float32":
-        want, got = (dict(p.tensors(memory.weights, memory.shard(dtype), {})) for p in (compiled, strided))
+        want, got = (dict(p.tensors(memory.weights, {})) for p in (compiled, strided))
         assert list(want) == list(got)
         assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -80,8 +80,8 @@ def test_launches_of_packing_do_not_grow_with_names(layers: int, experts: int, m
     place = ParallelLayout.of(TrainerConfig(world_size=8, ep=8), layers=layers, experts=experts)
     spec = AdapterSpec(name="a", base_model="m", rank=16, alpha=32, target_modules=TARGETS)
     memory = AdapterMemory(ShardedModel(shape=shape, layout=place), spec, 0, torch.device("meta"))
-    shard, packer = memory.shard("bfloat16"), memory.packer("bfloat16")
-    flat = torch.empty(shard.nbytes, dtype=torch.uint8, device="meta")
+    packer = memory.packer("bfloat16")
+    flat = torch.empty(packer.shard.nbytes, dtype=torch.uint8, device="meta")
 
     def pack() -> list[int]:
         return list(packer.fill(memory.weights, flat, {}))

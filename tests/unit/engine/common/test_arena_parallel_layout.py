@@ -25,7 +25,8 @@ def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
     experts = itertools.product(range(layout.pp), range(copies), range(layout.ep), range(layout.etp))
     for rank, ((pp, dp, cp, tp), (epp, _, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
         assert (rank // layout.ranks_per_stage, layout.dp_rank(rank), layout.tp_rank(rank)) == (pp, dp, tp)
-        assert (rank // layout.ranks_per_stage, layout.ep_rank(rank), layout.etp_rank(rank)) == (epp, ep, etp)
+        held = layout.experts_of(rank).start // layout.experts_per_rank
+        assert (rank // layout.ranks_per_stage, held, layout.etp_rank(rank)) == (epp, ep, etp)
         (context,) = (ranks for ranks in context_groups(layout) if rank in ranks)
         assert context.index(rank) == cp
         assert context == tuple(r for r in range(8) if place_of(layout, r) == (pp, dp, tp))

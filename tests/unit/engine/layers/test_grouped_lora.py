@@ -74,7 +74,7 @@ class Layer:
                 found.append(torch.zeros(RUNS * N_ROWS, dtype=torch.float64) * row.sum())
                 continue
             a, b = weights[owner]
-            drop = self.active.each[owner].dropout
+            drop = list(self.active.each.values())[owner]
             kept = row if drop is None else row * drop.keep(key[None], SITE, N_IN)[0] / (1 - drop.rate)
             found.append(self.scales[owner] * b.flatten(0, 1) @ (a @ kept))
         return torch.stack(found), weights

@@ -138,7 +138,7 @@ def test_a_layer_is_recomputed_with_the_keys_of_its_micro_batch(kind: Recompute)
     layers, active = stack(kind)
     losses = []
     for number in range(2):
-        active.follow(PackedTokens(keys=torch.tensor([number])))
+        active.tokens = PackedTokens(keys=torch.tensor([number]))
         x = torch.randn(TOKENS, 16)
         for layer in layers:
             x, _ = layer(x, plan=plan_of(TREE))

@@ -170,6 +170,6 @@ def test_a_router_that_chooses_in_another_way_is_refused_by_name() -> None:
     follow_routes(router, active, 0, 7)
     scores = torch.randn(5, 6)
     assert router(scores).shape == (5, 2), "without routes"
-    active.follow(PackedTokens(keys=torch.zeros(5), routes=routes))
+    active.tokens = PackedTokens(keys=torch.zeros(5), routes=routes)
     with pytest.raises(ConfigError, match="Elsewhere does not choose experts in a way that replays"):
         router(scores)

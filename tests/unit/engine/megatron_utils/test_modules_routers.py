@@ -53,7 +53,7 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     routes = torch.rand(tokens, 3, EXPERTS).topk(K).indices.to(torch.int16)
     routes[::3] = -1
-    active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes))
+    active.tokens = PackedTokens(keys=torch.zeros(tokens), routes=routes)
     found, found_map = moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)
     mine = routes[own, 1].long()
     chosen = torch.where(mine < 0, plain_map.nonzero()[:, 1].view(TOKENS, K), mine)
@@ -74,5 +74,5 @@ def test_a_router_weighs_the_experts_of_its_tokens(
         assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     assert active.flips is not None
     assert active.flips.tolist() == [flipped, int(known.sum())]
-    active.follow(PackedTokens(keys=torch.zeros(tokens), routes=routes.new_full(routes.shape, -1)))
+    active.tokens = PackedTokens(keys=torch.zeros(tokens), routes=routes.new_full(routes.shape, -1))
     assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)

@@ -175,7 +175,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
     )
     began = time.monotonic()
     with closing(CurveStore("127.0.0.1", listener.endpoint.port, secret, LONG_S)) as third:
-        dist.PrefixStore(listener.endpoint.token, third).set(broadcast_groups._signed_in(2), "")
+        dist.PrefixStore(listener.endpoint.token, third).set(broadcast_groups.MEMBER.format(2), "")
     with ThreadPoolExecutor(2) as pool:
         joins = [
             pool.submit(listener.accept),

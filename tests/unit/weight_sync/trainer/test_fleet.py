@@ -154,7 +154,7 @@ def test_what_a_dropped_adapter_scored_is_forgotten_after_the_probe_in_progress(
     in_progress.result(WAIT_S)
     assert dropped.wait(WAIT_S)
     assert line.served_logprobs == {"probe": {other: [[0.0]]}}
-    fleet.close()
+    fleet.keep(())
 
 
 def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_meanwhile(
@@ -190,7 +190,7 @@ def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_m
     line = fleet._lines[away]
     line.thread.submit(line.drop, 1.0).result(WAIT_S)
     assert asked == [], "what it has dropped is not asked for again"
-    fleet.close()
+    fleet.keep(())
 
 
 def test_an_adapter_is_dropped_while_a_server_ceases_to_be_a_member() -> None:
@@ -235,7 +235,7 @@ def test_members_are_pinged_over_connections_that_are_kept() -> None:
         fleet.ping_again(members[1], 120.0)
         assert server.accepted == 5
     finally:
-        fleet.close()
+        fleet.keep(())
         server.shutdown()
         server.server_close()
 
@@ -266,7 +266,7 @@ def test_a_relay_gets_the_requests_for_the_servers_below_it_in_one() -> None:
         for _ in range(2):
             found = answers(fleet.publish(members, announce(layout).manifest, layout, until, 1.0), until)
     finally:
-        fleet.close()
+        fleet.keep(())
         server.shutdown()
         server.server_close()
     own, refused, missing = (found[member] for member in members)

@@ -9,7 +9,7 @@ from torch import nn
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.fsdp_utils.linear_lora import LinearLora, LinearSite, SharedInput
+from areal_lora.engine.fsdp_engine import LinearLora, LinearSite, SharedInput
 from areal_lora.engine.layers.active import ActiveAdapters, Dropout, PackedTokens
 from areal_lora.types import AdapterSpec
 from tests.support.families.shapes import make_shape
@@ -33,7 +33,7 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
     active = ActiveAdapters({name: dropout if name == "a" or name == "b" else None for name in rows})
     ends = torch.tensor([*rows.values()]).cumsum(0).int()
     owners = torch.arange(len(rows)).repeat_interleave(torch.tensor([*rows.values()]))
-    active.follow(PackedTokens(keys=keys, ends=ends, owners=owners))
+    active.tokens = PackedTokens(keys=keys, ends=ends, owners=owners)
     memories = {}
     for name in rows.keys() - {"base"}:
         spec = AdapterSpec(name=name, base_model="m", rank=RANKS[name], alpha=6.0, target_modules=("linear_qkv",))
@@ -61,7 +61,7 @@ def test_projections_share_a_product_and_their_rows_lie_apart(rows: dict[str, in
                 part = base[own].double()
                 if name in exact:
                     a, b = exact[name]
-                    drop = next(used.dropout for used in active.each if used.name == name)
+                    drop = active.each[name]
                     kept = exact_x[own] if drop is None else exact_x[own] * drop.keep(keys[own], 11, 16)
                     factor = 1.0 if drop is None else 1 / 0.6
                     cut = torch.cat([b[first:last] for first, last in piece.rows])

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lora.families.flops import PassSizes
 from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import PassSizes
 from areal_lora.types import AdapterStructure
 from tests.support.lazy import Lazy
 
