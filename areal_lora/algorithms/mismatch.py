@@ -14,11 +14,68 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerScores:
+    """Log-probabilities [n] of the same tokens on the side of the servers, over the whole vocabulary but for ``kept``.
+
+    As ``recorded``, and the same over the ids that sampling ``kept``; by a server under the version that ``sampled``
+    each token, under the ``current`` one, and of the ``base`` (None: it has none any more).
+    """
+
+    recorded: Tensor
+    kept: Tensor
+    sampled: Tensor
+    current: Tensor
+    base: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerScores:
+    """Those of the trainer at the version in training, [n]; None: not measured.
+
+    As they are ``trained`` (over the kept ids, along routes), with the experts of its ``own`` choice, over the
+    ``whole`` vocabulary (``trained`` where nothing is truncated), and of the ``base``.
+    """
+
+    trained: Tensor
+    whole: Tensor
+    own: Tensor | None = None
+    base: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchPart:
     """Nats per token of mean |d| (``gap``) and of the divergence (``kl``)."""
 
     gap: float
     kl: float
+
+
+def chain(server: ServerScores, trainer: TrainerScores) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both policies with each cause and those after it, for `split`. A cause without its scores has no pair.
+
+    ===============  =================================  ====================================
+    cause            with it                            removed by
+    ===============  =================================  ====================================
+    ``flips``        the trainer's routers choose       replay of the servers' routes
+    ``truncation``   over the kept ids                  scores over the whole vocabulary
+    ``record``       the records of the sampling        a server's scores under that version
+    ``staleness``    the version that sampled           the version in training
+    ``adapter``      base and adapter                   the base alone on both sides
+    ``numerics``     the base alone, or all that remains
+    ===============  =================================  ====================================
+    """
+    pairs = {
+        "flips": (server.kept, trainer.own),
+        "truncation": (server.kept, None if trainer.whole is trainer.trained else trainer.trained),
+        "record": (server.recorded, trainer.whole),
+        "staleness": (server.sampled, trainer.whole),
+        "adapter": (server.current, trainer.whole),
+        "numerics": (server.base, trainer.base),
+    }
+    found = {cause: (a, b) for cause, (a, b) in pairs.items() if a is not None and b is not None}
+    if "numerics" not in found:
+        found["numerics"] = found.pop("adapter")
+    return found
 
 
 def split(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, MismatchPart]:

@@ -20,21 +20,34 @@ class MismatchCause:
 
 
 CAUSES: Mapping[str, MismatchCause] = {
-    "record": MismatchCause(meaning="another policy sampled than recorded", fix="see train/audit_gap"),
+    "flips": MismatchCause(
+        meaning="experts of the trainer's own choice", fix="removed by behaviour.router_replay=rollout"
+    ),
+    "truncation": MismatchCause(meaning="mass of the kept ids", fix="raise sampling.top_k, sampling.top_p"),
+    "record": MismatchCause(meaning="another adapter or policy sampled than recorded", fix="see train/audit_gap"),
     "staleness": MismatchCause(meaning="versions since the sampling", fix="lower rollout.max_staleness"),
+    "adapter": MismatchCause(
+        meaning="servers compute the adapter otherwise",
+        fix="lower weight_sync.probe_tolerance to stop at such a publish",
+    ),
     "numerics": MismatchCause(
         meaning="kernels, rounding, merged weights, routing",
         fix="model.dtype=float32, rollout.adapter_mode=unmerged, behaviour.router_replay=rollout",
     ),
 }
-"""In the order in which they are removed."""
+"""In the order in which they are removed. Where ``adapter`` is not measured it is part of the ``numerics``."""
 
 
 def bill(steps: Sequence[StepRecord]) -> dict[str, tuple[float, float]]:
-    """The parts (gap, KL) of each cause, as means over the `RECENT` newest steps that have them; empty without any."""
+    """The parts (gap, KL) of each cause, as means over the `RECENT` newest steps that have them; empty without any.
+
+    Those of ``numerics`` are of steps that measured ``adapter``, if any did.
+    """
     found: dict[str, tuple[float, float]] = {}
+    apart = [step for step in steps if GAP + "adapter" in step.metrics]
     for cause in CAUSES:
-        rows = [(step.metrics.get(GAP + cause), step.metrics.get(KL + cause)) for step in steps]
+        measured = apart if apart and cause == "numerics" else steps
+        rows = [(step.metrics.get(GAP + cause), step.metrics.get(KL + cause)) for step in measured]
         known = [(gap, kl) for gap, kl in rows if gap is not None and kl is not None][-RECENT:]
         if known:
             gaps, kls = zip(*known, strict=True)
@@ -48,5 +61,5 @@ def bill_lines(adapter: str, parts: Mapping[str, tuple[float, float]]) -> list[s
     lines = [f"mismatch of {adapter}: {gap:.3g} nats a token, KL {kl:.3g}"]
     for cause, (own, its_kl) in parts.items():
         shares = " ".join(f"{part / whole if whole else 0:6.0%}" for part, whole in ((own, gap), (its_kl, kl)))
-        lines.append(f"  {cause:<9} {own:9.2e} {its_kl:9.2e} {shares}  {CAUSES[cause].meaning}: {CAUSES[cause].fix}")
+        lines.append(f"  {cause:<10} {own:9.2e} {its_kl:9.2e} {shares}  {CAUSES[cause].meaning}: {CAUSES[cause].fix}")
     return lines

@@ -8,10 +8,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.mismatch_bill import CAUSES, GAP
+from areal_lora.obs.mismatch_bill import CAUSES, GAP, bill
 
 NEEDED = 3
 Steps = Sequence[StepRecord]
+_NO_FAULT = "staleness", "flips"  # causes: a setting that the user chose, and what is removed
 
 
 def _values(steps: Steps, tag: str) -> list[float]:
@@ -25,6 +26,11 @@ def _above(steps: Steps, tag: str, limit: float) -> float | None:
     """The mean of a metric that is above ``limit`` in all of the last steps."""
     values = _values(steps, tag)
     return statistics.fmean(values) if values and min(values) > limit else None
+
+
+def _newest(steps: Steps, tag: str) -> list[float]:
+    """The newest values of a metric that not every step has, up to `NEEDED`."""
+    return [value for step in steps if (value := step.metrics.get(tag)) is not None][-NEEDED:]
 
 
 def constant_reward(steps: Steps) -> str | None:
@@ -64,10 +70,14 @@ def missing_routes(steps: Steps) -> str | None:
 
 
 def mismatch(steps: Steps) -> str | None:
-    parts = {cause: _above(steps, GAP + cause, 0.05) or 0.0 for cause in CAUSES if cause != "staleness"}
-    if parts[largest := max(parts, key=parts.__getitem__)]:
-        cause = CAUSES[largest]
-        return f"{parts[largest]:.2g} nats a token between trainer and servers: {cause.meaning}: {cause.fix}"
+    high = [
+        cause for cause in CAUSES if cause not in _NO_FAULT and min(_newest(steps, GAP + cause), default=0.0) > 0.05
+    ]
+    if high:
+        parts = bill(steps)
+        cause = max(high, key=parts.__getitem__)
+        known = CAUSES[cause]
+        return f"{parts[cause][0]:.2g} nats a token between trainer and servers: {known.meaning}: {known.fix}"
     gap = _above(steps, "train/mismatch_fresh", 0.05)
     if gap is None:
         return None

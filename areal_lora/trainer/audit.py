@@ -8,7 +8,7 @@ audit compares the batch as the trainer holds it::
               collect: finished audits; an unfinished one is collected in step k + 1
 
 Servers score in the whole distribution. Where sampling truncates it, records are brought to the whole one for this
-(`TokenColumns.log_mass`), and parts of the mismatch are not measured: the trainer truncates, too.
+(`TokenColumns.log_mass`).
 
 The training step never waits for a server: a batch whose predecessor is still compared is not audited. If a server is
 lost or has retired the version, or a comparison fails otherwise, the excerpt is not compared. The step's record counts
@@ -27,6 +27,7 @@ from statistics import fmean
 import torch
 
 from areal_lora.algorithms.alignment import is_shifted, shift_votes
+from areal_lora.algorithms.mismatch import ServerScores
 from areal_lora.errors import PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch
@@ -40,8 +41,9 @@ QUIET_STEPS = 10  # steps without a comparison before a warning
 
 log = get_logger(__name__)
 
-Score = Callable[[AdapterRef, list[list[int]]], list[list[float]]]
-"""A server's log-probabilities of sequences under a version; raises PublishError if no server gives them."""
+Score = Callable[[AdapterRef | None, list[list[int]]], list[list[float]]]
+"""A server's log-probabilities of sequences under a version, or the base; raises PublishError if no server gives them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Excerpt:
     """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
 
     ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``recorded`` [T] the
-    sampler's log-probabilities in the whole distribution (0 elsewhere).
+    sampler's log-probabilities in the whole distribution (0 elsewhere), ``kept`` [T] those over the kept ids.
     """
 
     sequence: int
@@ -58,18 +60,16 @@ class Excerpt:
     token_ids: list[int]  # [T]
     at: list[int]
     recorded: list[float]  # [T]
+    kept: list[float]  # [T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerScores:
-    """Tokens of a batch for ``version``, at its places ``at`` [n]: their log-probabilities [n] as ``recorded``, and by
-    a server under the version that ``sampled`` each and under the ``current`` one."""
+class AuditedTokens:
+    """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them."""
 
     version: int
     at: list[int]
-    recorded: list[float]
-    sampled: list[float]
-    current: list[float]
+    scores: ServerScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Audit:
     missing: str = ""
     silent_steps: int = 0
     took_s: float = 0.0
-    rescored: ServerScores | None = None
+    rescored: AuditedTokens | None = None
 
 
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
@@ -103,10 +103,11 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
         versions = batch.versions[start:end].tolist()
         mask = batch.loss_mask[start:end].tolist()
         tokens, recorded = batch.token_ids[start:end].tolist(), whole[start:end].tolist()
+        kept = batch.rollout_logprobs[start:end].tolist()
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             ref, end = AdapterRef(name=name, version=version), at[-1] + 1
-            its = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end]}
+            its = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end], "kept": kept[:end]}
             found.append(Excerpt(sequence=sequence, ref=ref, at=at, **its))
         left -= any(mask)
         if not left:
@@ -114,10 +115,12 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
     return found
 
 
-def audit(excerpts: Sequence[Excerpt], score: Score, limit: float, current: AdapterRef | None = None) -> Audit:
+def audit(
+    excerpts: Sequence[Excerpt], score: Score, limit: float, current: AdapterRef | None = None, *, base: bool = False
+) -> Audit:
     """Compare excerpts with scores. ``limit``: largest mean difference of log-probabilities that rounding explains.
 
-    Then score them under ``current``.
+    Then score them under ``current``, and with ``base`` under that.
     """
     by_ref: dict[AdapterRef, list[Excerpt]] = {}
     for excerpt in excerpts:
@@ -147,27 +150,45 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float, current: Adap
         gap=fmean(every) if every else None,
         missing="; ".join(missing),
         error=error,
-        rescored=rescore(compared, score, current) if current and compared and not error else None,
+        rescored=rescore(compared, score, current, base=base) if current and compared and not error else None,
     )
 
 
-def rescore(compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef) -> ServerScores | None:
-    """Score excerpts, each with its scores under its own version, under ``current``; None if no server does."""
+def rescore(
+    compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef, *, base: bool
+) -> AuditedTokens | None:
+    """Score excerpts, each with its scores under its own version, under ``current``; None if no server does.
+
+    With ``base`` also under that, where a server has one.
+    """
     longest: dict[int, list[int]] = {}
     for excerpt, _ in compared:
-        if excerpt.ref != current:
-            longest[excerpt.sequence] = max(longest.get(excerpt.sequence, []), excerpt.token_ids, key=len)
+        longest[excerpt.sequence] = max(longest.get(excerpt.sequence, []), excerpt.token_ids, key=len)
+    older = {e.sequence: longest[e.sequence] for e, _ in compared if e.ref != current}
     try:
-        newer = dict(zip(longest, score(current, list(longest.values())) if longest else [], strict=True))
+        newer = dict(zip(older, score(current, list(older.values())) if older else [], strict=True))
+        bare = score(None, list(longest.values())) if base else []
     except PublishError:
         return None
-    pairs = [(e, own, own if e.ref == current else newer[e.sequence]) for e, own in compared]
-    return ServerScores(
+    of_base = dict(zip(longest, bare, strict=True)) if bare else {}
+    rows = [
+        (
+            excerpt.recorded[t],
+            excerpt.kept[t],
+            own[t],
+            own[t] if excerpt.ref == current else newer[excerpt.sequence][t],
+            of_base[excerpt.sequence][t] if of_base else 0.0,
+        )
+        for excerpt, own in compared
+        for t in excerpt.at
+    ]
+    recorded, kept, sampled, now, bare_scores = torch.tensor(rows, dtype=torch.float64, device="cpu").unbind(1)
+    return AuditedTokens(
         version=current.version,
-        at=[excerpt.start + t for excerpt, _, _ in pairs for t in excerpt.at],
-        recorded=[excerpt.recorded[t] for excerpt, _, _ in pairs for t in excerpt.at],
-        sampled=[scores[t] for excerpt, scores, _ in pairs for t in excerpt.at],
-        current=[scores[t] for excerpt, _, scores in pairs for t in excerpt.at],
+        at=[excerpt.start + t for excerpt, _ in compared for t in excerpt.at],
+        scores=ServerScores(
+            recorded=recorded, kept=kept, sampled=sampled, current=now, base=bare_scores if of_base else None
+        ),
     )
 
 
@@ -232,14 +253,14 @@ class Auditor:
             self._servers, self._active[ref.name] = servers, ref.version
             self._changed.notify_all()
 
-    def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float) -> None:
-        """Start the audit of the ``batch`` that trains ``ref``, unless the previous audit is still running."""
+    def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float, *, base: bool) -> None:
+        """Start the audit of the ``batch`` that trains ``ref``, unless another one is running. ``base``: `audit`."""
         self._take(wait=False)
         if self._running is not None:
             self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
             return
         excerpts = choose(batch, ref.name, ref.version, self._max_tokens)
-        self._running = self._pool.submit(self._audit, ref, excerpts, temperature, batch.kept is None)
+        self._running = self._pool.submit(self._audit, ref, excerpts, temperature, base)
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:
         """Return the merged audits of ``name`` that ended since its last call, or None.
@@ -274,38 +295,38 @@ class Auditor:
             )
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
-    def _audit(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, parts: bool) -> Audit:
+    def _audit(self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, base: bool) -> Audit:
         started_s = time.monotonic()
         try:
-            ended = self._compared(current, excerpts, temperature, parts, started_s + self._timeout_s)
+            ended = self._compared(current, excerpts, temperature, base, started_s + self._timeout_s)
         except Exception as error:  # fault boundary: a comparison that fails is none, and ends no training step
             log.exception("the audit of a batch of %s", current.name)
             ended = Audit(missing=f"{type(error).__name__}: {error}")
         return replace(ended, adapter=current.name, took_s=time.monotonic() - started_s)
 
     def _compared(
-        self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, parts: bool, deadline: float
+        self, current: AdapterRef, excerpts: Sequence[Excerpt], temperature: float, base: bool, deadline: float
     ) -> Audit:
         for left in self._clients.keys() - set(self._servers):
             self._clients.pop(left).close()
 
-        def score(ref: AdapterRef, token_ids: list[list[int]]) -> list[list[float]]:
+        def score(ref: AdapterRef | None, token_ids: list[list[int]]) -> list[list[float]]:
             if ref == current:  # its publish may be in progress
                 self._wait_for(current, deadline - time.monotonic())
             reasons, servers = [], self._servers
-            first = ref.version % max(1, len(servers))
+            first = (ref or current).version % max(1, len(servers))
             for server in (*servers[first:], *servers[:first]):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
                 client = self._clients.setdefault(server, AdminClient(server, self._secret))
                 try:
-                    return client.score(str(ref), token_ids, left_s, temperature)
+                    return client.score(str(ref) if ref else None, token_ids, left_s, temperature)
                 except PublishError as e:
                     reasons.append(str(e))
             raise PublishError("; ".join(reasons) or f"no server could be queried within {self._timeout_s:g} s")
 
-        return audit(excerpts, score, self._limit, current if parts else None)
+        return audit(excerpts, score, self._limit, current, base=base)
 
     def _wait_for(self, ref: AdapterRef, left_s: float) -> None:
         with self._changed:

@@ -23,12 +23,28 @@ from areal_lora.types import TrainBatch
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
-OWN_CHOICE_STEPS = 16
-"""Every so many steps a batch with routes is also scored with the experts that the trainer's routers choose."""
+CAUSES_STEPS = 16
+"""Every so many steps a batch is also scored without what may be a cause of the mismatch (`measures_causes`)."""
+EVIDENCE = 0.1
+"""Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains."""
 
 MAX_SKIPPED = 3  # training steps in a row; one may be an outlier batch, three mean a broken run
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variants:
+    """Log-probabilities [T] fp32 of the policy before the step; None: not measured, the cause has no evidence.
+
+    With the experts of its ``own`` choice, from which the routes differ in ``flips``; over the ``whole`` vocabulary,
+    where sampling truncated; and of the ``base``, along no routes.
+    """
+
+    own: Tensor | None = None
+    flips: float | None = None
+    whole: Tensor | None = None
+    base: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +53,8 @@ class LearnReport:
 
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
-    are those of the policy before the step, of the sequences whose tokens the rank has, and ``own_choice`` [T] fp32
-    with the experts of its own routers, of which the routes differ in ``flips``; None where they were not measured.
+    are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
+    measured. ``truncated``: they are normalised over kept ids.
     """
 
     sums: dict[str, float]
@@ -47,8 +63,8 @@ class LearnReport:
     skipped: float
     entropies: Tensor | None = None
     logprobs: Tensor | None = None
-    own_choice: Tensor | None = None
-    flips: float | None = None
+    truncated: bool = False
+    variants: Variants = Variants()
 
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
@@ -60,6 +76,11 @@ class LearnReport:
     def mean(self, name: str, count: str) -> float | None:
         """The sum ``name`` divided by the sum ``count``; None if it was not measured."""
         return self.sums[name] / max(self.sums[count], 1.0) if name in self.sums else None
+
+
+def measures_causes(version: int) -> bool:
+    """Whether the step of ``version`` scores `Variants`. Version 0 is the base, and the next ones are hardly stale."""
+    return version % CAUSES_STEPS == 3
 
 
 def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
@@ -161,9 +182,8 @@ def learn(
     totals: Counter[str] = Counter()
     skipped: list[float] = []
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
-    own_choice, flips, scores, before = None, None, None, batch.prox_logprobs
-    if batch.routes is not None and version % OWN_CHOICE_STEPS == 0:
-        own_choice, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
+    variants = unmoved(engine, adapter, batch) if measures_causes(version) else Variants()
+    scores, before = None, batch.prox_logprobs
     if need_entropy or (before is None and adapter.config.minibatches == 1):
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
     start = 0
@@ -196,6 +216,10 @@ def learn(
         skipped.append(stats["skipped"])
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
+    differs = totals["behaviour_abs"] > EVIDENCE * ALIGNMENT_LIMITS[base_dtype] * totals["sampled_tokens"]
+    if measures_causes(version) and differs:
+        bare = replace(batch, kept=None, routes=None)
+        variants = replace(variants, base=engine.logprobs(bare, adapter=None, temperature=temperature))
     if before is None and scores is not None and adapter.config.minibatches == 1:
         before = scores[:, 0] if need_entropy else scores
     return LearnReport(
@@ -205,9 +229,19 @@ def learn(
         skipped=sum(skipped) / len(skipped),
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
-        own_choice=own_choice,
-        flips=flips,
+        truncated=batch.kept is not None,
+        variants=variants,
     )
+
+
+def unmoved(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> Variants:
+    """The variants that need the policy before the step. Collective."""
+    temperature, own, flips, whole = adapter.config.sampling.temperature, None, None, None
+    if batch.routes is not None:
+        own, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
+    if batch.kept is not None:
+        whole = engine.logprobs(replace(batch, kept=None), adapter=adapter.name, temperature=temperature)
+    return Variants(own=own, flips=flips, whole=whole)
 
 
 def check_finite(state: TrainingState, report: LearnReport) -> None:

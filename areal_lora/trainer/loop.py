@@ -37,7 +37,7 @@ from areal_lora.trainer.collective.next_work import (
     next_work,
 )
 from areal_lora.trainer.collective.operating import conclude, copy_state, operate, pass_together
-from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
+from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate, measures_causes
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -117,7 +117,8 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         batch, histogram = batch_of(trainer, state, packed)
     reached("trainer.batch_received")
     if trainer.rank_0:
-        trainer.rank_0.auditor.start(state.ref, batch, adapter.config.sampling.temperature)
+        base, temperature = measures_causes(state.version), adapter.config.sampling.temperature
+        trainer.rank_0.auditor.start(state.ref, batch, temperature, base=base)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")

@@ -84,6 +84,7 @@ class Recorder:
         for name, version in resumed.items():
             self._resume(name, version, before_s)
         self._batches: dict[str, tuple[Batch, Metrics]] = {}
+        self._learned: dict[str, dict[int, LearnReport]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
@@ -192,9 +193,11 @@ class Recorder:
             metrics |= self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         metrics |= step_metrics.of_batch(batch) | step_metrics.of_learning(report) | step_metrics.of_memory(memory)
         metrics |= self._of_machines(spans, batch.n_tokens)
-        audited = audit or Audit()
-        metrics |= step_metrics.of_audit(audited) | step_metrics.of_mismatch(audited, report, ref.version - 1)
-        metrics |= step_metrics.of_replay(batch, report)
+        audited, version = audit or Audit(), ref.version - 1
+        learned = {before: known for before, known in self._learned.get(ref.name, {}).items() if before == version - 1}
+        learned[version] = report
+        self._learned[ref.name] = learned
+        metrics |= step_metrics.of_audit(audited) | step_metrics.of_mismatch(audited, learned)
         self._writer.write(
             records.StepRecord(
                 adapter=ref.name,

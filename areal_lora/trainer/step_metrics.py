@@ -5,15 +5,14 @@ and ``reward_cost/`` by name, ``mismatch/`` and ``mismatch_kl/`` by cause, ``mac
 Fractions are in [0, 1], log-probabilities in nats. None: not measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
-from areal_lora.algorithms.mismatch import split
+from areal_lora.algorithms.mismatch import TrainerScores, chain, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.mismatch_bill import GAP, KL
 from areal_lora.obs.trace import Spans
@@ -123,7 +122,7 @@ def of_learning(report: LearnReport) -> Metrics:
         "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
         "train/mismatch_fresh": _mismatch(report, "fresh"),
         "train/mismatch_stale": _mismatch(report, "stale"),
-        "train/router_flips": report.flips,
+        "train/router_flips": report.variants.flips,
         "train/kl": report.per_sampled_token("kl"),
         "train/entropy": report.per_token("entropy"),
         "train/value_loss": report.mean("value_loss", "value_tokens"),
@@ -149,29 +148,28 @@ def of_audit(audit: Audit) -> Metrics:
     }
 
 
-def of_replay(batch: TrainBatch, report: LearnReport) -> Metrics:
-    """``replay_removes`` is what mean |trainer - rollout| logprob of sampled tokens gains without replay."""
-    own, trained, on = report.own_choice, report.logprobs, sampled_mask(batch)
-    if own is None or trained is None or not on.any():
-        return {}
-    without, left = (float((x - batch.rollout_logprobs)[on].abs().mean()) for x in (own, trained))
-    return {"train/replay_removes": without - left}
+def of_mismatch(audit: Audit, learned: Mapping[int, LearnReport]) -> Metrics:
+    """The mismatch of the audited tokens of the batch that trained one of the versions ``learned``, by cause.
 
-
-def of_mismatch(audit: Audit, report: LearnReport, version: int) -> Metrics:
-    """The mismatch of the audited tokens of the batch that trained ``version``, by cause (`algorithms.mismatch`).
-
-    Removed in this order: ``record``, by a server's score under the version that sampled; ``staleness``, by its score
-    under ``version``. What remains are ``numerics``. Empty unless all are known.
+    `algorithms.mismatch.chain` has the causes. Empty unless record, staleness and numerics are known; truncated batches
+    have them in steps that measure causes.
     """
     found = audit.rescored
-    if found is None or found.version != version or report.logprobs is None:
+    report = learned.get(found.version) if found else None
+    if found is None or report is None or report.logprobs is None:
         return {}
-    trained = report.logprobs[found.at]
-    recorded, sampled, current = (torch.tensor(x) for x in (found.recorded, found.sampled, found.current))
-    pairs = {"record": (recorded, trained), "staleness": (sampled, trained), "numerics": (current, trained)}
+    variants = report.variants
+    trained, own, whole, base = (
+        None if scores is None else scores[found.at]
+        for scores in (report.logprobs, variants.own, variants.whole, variants.base)
+    )
+    if not report.truncated:
+        whole = trained
+    if trained is None or whole is None:
+        return {}
+    trainer = TrainerScores(trained=trained, whole=whole, own=own, base=base)
     tags: Metrics = {}
-    for cause, part in split(pairs).items():
+    for cause, part in split(chain(found.scores, trainer)).items():
         tags |= {GAP + cause: part.gap, KL + cause: part.kl}
     return tags
 

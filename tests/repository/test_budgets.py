@@ -25,7 +25,7 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 869,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
-    "algorithms": 1415,  # objectives and masks of 2026; distillation; mismatch by cause; own loss and advantage
+    "algorithms": 1472,  # objectives and masks of 2026; distillation; mismatch by six causes; own loss and advantage
     "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2330,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
     "config": 4543,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys; GDPO
@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4669,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 472,  # loss, advantage
     "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4654,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
+    "obs": 4677,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 463,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3180,  # the time of scoring; reward models
-    "trainer": 4042,  # parts of a batch, routes, flips, kept ids; which passes join; states copied between operations
+    "trainer": 4099,  # parts of a batch, routes, kept ids; six causes of a mismatch; which passes join; states copied between operations
     "weight_sync": 5537,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
 }
 """Lines of each room; those of the package's own files are under the empty name."""

@@ -138,7 +138,7 @@ CHARTS = (
     Chart(
         "Logprob mismatch",
         "mean |trainer - rollout|, nats: of tokens of the same version (fresh, numerics only), older ones, all",
-        "train/mismatch_* train/behaviour_mean_abs train/replay_removes",
+        "train/mismatch_* train/behaviour_mean_abs",
         log=True,
     ),
     Chart("Mismatch by cause", "nats; parts of mean |trainer - rollout| of audited tokens", "mismatch/*"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from areal_lora.obs.metrics.records import CheckpointRecord, MembersRecord, PublishRecord, Record, StepRecord
+from areal_lora.obs.mismatch_bill import GAP, KL
 from tests.support.obs.records import step_record
 
 BEFORE, WITHIN = 12, 5
@@ -37,6 +38,10 @@ def flat(n: int) -> dict[str, Any]:
     return {"groups_equal": 1.0, "grad_norm": 0.0}
 
 
+def causes(**gaps: float) -> dict[str, float]:
+    return {prefix + cause: gap for cause, gap in gaps.items() for prefix in (GAP, KL)}
+
+
 STEPS: dict[str, tuple[Trouble, str]] = {
     "flat reward": (lambda n: {"reward_mean": 0.5, "reward_std": 0.0}, "every answer has the reward 0.5"),
     "all groups equal": (flat, "raise sampling.n_samples"),
@@ -49,8 +54,12 @@ STEPS: dict[str, tuple[Trouble, str]] = {
     "stale groups": (lambda n: {"dropped": {"stale": 2 + 8 * n}}, "raise max_staleness"),
     "mismatch": (lambda n: {"mismatch_fresh": 0.2}, "model.dtype=float32"),
     "a mismatch without fresh tokens": (
-        lambda n: {"metrics": {"mismatch/staleness": 0.3, "mismatch/numerics": 0.2}},
+        lambda n: {"metrics": causes(staleness=0.3, numerics=0.2)},
         "0.2 nats a token between trainer and servers: kernels",
+    ),
+    "an adapter that servers compute otherwise": (
+        lambda n: {"metrics": causes(numerics=0.01, adapter=0.19) if n == 1 else causes(numerics=0.2)},
+        "0.19 nats a token between trainer and servers: servers compute the adapter otherwise",
     ),
     "answers without routes": (lambda n: {"metrics": {"train/not_replayed": 3.0}}, "3 tokens a step have no routes"),
     "a policy that moves too fast": (lambda n: {"mismatch_stale": 0.9}, "lower optimizer.lr"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,30 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal_lora.algorithms.mismatch import split
+from areal_lora.algorithms.mismatch import ServerScores, TrainerScores, chain, split
 from tests.support.families.tiny_families import save
 
-CAUSES = ("record", "staleness", "replay", "numerics")
+LAYERS, DRAWS = 2, 48
+CAUSES = ("flips", "truncation", "record", "staleness", "adapter", "numerics")
 Parts = dict[str, tuple[float, float]]
 
 
-def parts_of(recorded: Tensor, sampled: Tensor, current: Tensor, own: Tensor, trained: Tensor) -> Parts:
+def parts_of(server: ServerScores, trainer: TrainerScores) -> Parts:
     """With the sums checked against the definitions of the whole."""
-    pairs = (recorded, trained), (sampled, trained), (current, trained), (current, own)
-    found = {cause: (part.gap, part.kl) for cause, part in split(dict(zip(CAUSES, pairs, strict=True))).items()}
-    d = trained - recorded
+    found = {cause: (part.gap, part.kl) for cause, part in split(chain(server, trainer)).items()}
+    d = (trainer.trained if trainer.own is None else trainer.own) - server.kept
     assert sum(gap for gap, _ in found.values()) == pytest.approx(float(d.abs().mean()), rel=1e-9, abs=1e-15)
     assert sum(kl for _, kl in found.values()) == pytest.approx(float(d.square().mean()) / 2, rel=1e-9, abs=1e-15)
     return found
 
 
 def only(cause: str, parts: Parts) -> float:
-    """The divergence of a cause where no other has a part."""
-    assert [part for other, part in parts.items() if other != cause] == [(0.0, 0.0)] * 3
-    return parts[cause][1]
+    """The divergence of a cause where no other has a part; an adapter of another effect on another base has some."""
+    own = parts[cause][1]
+    assert [part for _, part in parts.values()] == pytest.approx(
+        [own * (other == cause) for other in parts], abs=0.05 * own * (cause == "numerics")
+    )
+    return own
 
 
 def test_planted_noise_is_on_the_line_of_its_cause() -> None:
@@ -45,29 +49,46 @@ def test_planted_noise_is_on_the_line_of_its_cause() -> None:
     def noise() -> Tensor:
         return torch.randn(n, generator=generator, dtype=torch.float64)
 
-    planted = {"record": 0.03, "staleness": 0.06, "replay": 0.04, "numerics": 0.05}
-    drawn, rounding = {cause: planted[cause] * noise() for cause in CAUSES}, [0.05 * noise() for _ in range(3)]
+    planted = dict(zip(CAUSES, (0.04, 0.05, 0.03, 0.06, 0.04, 0.05), strict=True))
+    drawn, rounding = {cause: planted[cause] * noise() for cause in CAUSES}, [0.05 * noise() for _ in range(4)]
 
-    def chain(*active: str, rounded: bool = False) -> Parts:
-        record, stale, replay, numerics = (drawn[cause] * (cause in active) for cause in CAUSES)
-        first, second, third = (x * rounded for x in rounding)
-        own = torch.zeros(n, dtype=torch.float64)
-        current = own - numerics * (not rounded)
+    def parts(*active: str, rounded: bool = False) -> Parts:
+        flips, truncation, record, stale, adapter, numerics = (drawn[cause] * (cause in active) for cause in CAUSES)
+        first, second, third, fourth = (x * rounded for x in rounding)
+        zero = torch.zeros(n, dtype=torch.float64)
+        base = zero - numerics * (not rounded)
+        current = base - adapter
         sampled = current - stale
-        return parts_of(sampled - record + first, sampled + second, current + third, own, own + replay)
+        recorded = sampled - record + first
+        server = ServerScores(
+            recorded=recorded,
+            kept=recorded - truncation,
+            sampled=sampled + second,
+            current=current + third,
+            base=base + fourth,
+        )
+        return parts_of(server, TrainerScores(trained=zero.clone(), whole=zero, own=flips, base=zero))
 
-    together, coarse = chain(*CAUSES), chain(*CAUSES, rounded=True)
+    together, coarse = parts(*CAUSES), parts(*CAUSES, rounded=True)
     for cause in CAUSES:
-        assert only(cause, chain(cause)) == pytest.approx(planted[cause] ** 2 / 2, rel=0.02)
+        assert only(cause, parts(cause)) == pytest.approx(planted[cause] ** 2 / 2, rel=0.02)
         assert together[cause][1] == pytest.approx(planted[cause] ** 2 / 2, rel=0.1)
         assert coarse[cause][1] == pytest.approx(planted[cause] ** 2 / 2, rel=0.1)
 
 
-def test_a_cause_that_reduces_the_mismatch_has_a_part_below_zero() -> None:
-    record, own, trained = torch.zeros(2), torch.tensor([0.3, -0.2]), torch.tensor([0.1, 0.0])
-    found = parts_of(*(x.double() for x in (record, record, record, own, trained)))
-    assert found["numerics"][0] == pytest.approx(0.25)
-    assert found["replay"][0] == pytest.approx(-0.2)
+def test_a_cause_that_is_not_measured_has_no_part_and_one_that_reduces_the_mismatch_a_part_below_zero() -> None:
+    record, sampled, own, trained = (
+        torch.tensor(x).double() for x in ([0.0, 0.0], [0.1, 0.0], [0.3, -0.2], [0.1, 0.3])
+    )
+    server = ServerScores(recorded=record, kept=record, sampled=sampled, current=sampled, base=sampled)
+    found = parts_of(server, TrainerScores(trained=trained, whole=trained))
+    assert list(found) == ["record", "staleness", "numerics"]
+    assert [*found["record"], *found["numerics"]] == pytest.approx([0.05, 0.0025, 0.15, 0.0225])
+    found = parts_of(replace(server, base=None), TrainerScores(trained=trained, whole=trained, own=own, base=own))
+    assert list(found) == ["flips", "record", "staleness", "numerics"]
+    assert found["flips"][0] == pytest.approx(0.25 - 0.2)
+    opposite = parts_of(replace(server, sampled=-sampled), TrainerScores(trained=trained, whole=trained))
+    assert opposite["record"][0] == pytest.approx(-0.05)
 
 
 def moved(model: Any, generator: torch.Generator, sign: int) -> None:
@@ -76,6 +97,16 @@ def moved(model: Any, generator: torch.Generator, sign: int) -> None:
         if name.endswith(("q_proj.weight", "o_proj.weight")):
             a, b = (torch.randn(*shape, generator=generator) for shape in ((2, weight.shape[1]), (weight.shape[0], 2)))
             weight.data += 0.006 * sign * (b @ a).to(weight.dtype)
+
+
+def adapt_experts(model: Any, generator: torch.Generator, sign: int, lost: bool) -> None:
+    """An adapter of rank 2 on every expert; that of expert 0 is ``lost``."""
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            n, rows, columns = weight.shape
+            a, b = (torch.randn(n, *shape, generator=generator) for shape in ((2, columns), (rows, 2)))
+            b[0] *= not lost
+            weight.data += 0.02 * sign * (b @ a).to(weight.dtype)
 
 
 def quantised(model: Any) -> None:
@@ -100,9 +131,10 @@ def routed(routes: Tensor, _: Any, __: Any, found: Any) -> Any:
 
 
 def test_causes_planted_in_a_mixture_have_their_parts(tmp_path: Path) -> None:
-    """Policies of a tiny model: servers of a quantised base, versions, a spoiled expert when an answer was sampled, and
-    one of a hundred routes that differs. Else routes are fixed: near a tie every cause would flip them. Each adapter
-    and each expert comes with its opposite: causes are not correlated by the chance of a few draws."""
+    """Policies of a tiny model: servers of a quantised base whose adapter lacks an expert, versions, a spoiled expert
+    when an answer was sampled, records over the ids that top-p 0.9 keeps while the trainer normalises over all, and one
+    of twenty routes that differs. Else routes are fixed: near a tie every cause would flip them. Each adapter and
+    each expert comes with its opposite: causes are not correlated by the chance of a few draws."""
     seed = random.SystemRandom().randrange(10**6)
     print("seed", seed)
     whole = AutoModelForCausalLM.from_pretrained(
@@ -110,39 +142,62 @@ def test_causes_planted_in_a_mixture_have_their_parts(tmp_path: Path) -> None:
     ).eval()
 
     @cache
-    def logprobs(draw: int, *, server: bool, newer: bool, spoiled: bool = False, flips: bool = False) -> Tensor:
-        model = copy.deepcopy(whole)
-        seeded = [torch.Generator().manual_seed(seed + draw // 4 * 4 + i) for i in range(4)]
-        tokens = torch.randint(64, (8, 96), generator=seeded[0])
-        if server:
+    def scores(draw: int, **policy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the tokens, and of their kept ids together."""
+        model, tokens, routes, some = copy.deepcopy(whole), *drawn(draw)
+        if policy.get("quantised"):
             quantised(model)
-        if newer:
-            moved(model, seeded[1], 1 - draw % 2 * 2)
-        if spoiled:
-            spoil_an_expert(model, seeded[2], 1 - draw // 2 % 2 * 2)
-        for gate in [module for name, module in model.named_modules() if name.endswith("mlp.gate")]:
-            routes = torch.rand(tokens.numel(), 4, generator=seeded[3]).argsort(1)
-            some = torch.rand(tokens.numel(), generator=seeded[3]) < 0.01
-            routes[:, 0] = torch.where(some & flips, routes[:, 2], routes[:, 0])
-            gate.register_forward_hook(partial(routed, routes[:, :2]))
+        if not policy.get("bare"):
+            adapt_experts(model, seeded(draw, 4), 1 - draw // 4 % 2 * 2, policy.get("lost", False))
+        if policy.get("newer"):
+            moved(model, seeded(draw, 1), 1 - draw % 2 * 2)
+        if policy.get("spoiled"):
+            spoil_an_expert(model, seeded(draw, 2), 1 - draw // 2 % 2 * 2)
+        for gate, chosen in zip(
+            [m for name, m in model.named_modules() if name.endswith("mlp.gate")], routes, strict=True
+        ):
+            other = torch.where(some & policy.get("flips", False), chosen[:, 2], chosen[:, 0])
+            gate.register_forward_hook(partial(routed, torch.stack([other, chosen[:, 1]], 1)))
         with torch.no_grad():
-            found = model(tokens).logits.double().log_softmax(-1)
-        return found[:, :-1].gather(2, tokens[:, 1:, None]).flatten()
+            found = model(tokens).logits.double().log_softmax(-1)[:, :-1]
+        at = tokens[:, 1:, None]
+        ranked = found.exp().sort(-1, descending=True)
+        kept = torch.zeros_like(found).scatter_(2, ranked.indices, (ranked.values.cumsum(-1) < 0.9).double())
+        mass = found.exp().mul(kept.scatter_(2, at, 1.0)).sum(-1).log()
+        return found.gather(2, at).flatten(), mass.flatten()
 
-    def chain(*active: str) -> Parts:
-        server, stale, spoiled, flips = (c in active for c in ("numerics", "staleness", "record", "replay"))
-        policies: list[dict[str, bool]] = [
-            {"server": server, "newer": not stale, "spoiled": spoiled},
-            {"server": server, "newer": not stale},
-            {"server": server, "newer": True},
-            {"server": False, "newer": True},
-            {"server": False, "newer": True, "flips": flips},
-        ]
-        return parts_of(*(torch.cat([logprobs(draw, **of) for draw in range(48)]) for of in policies))
+    def seeded(draw: int, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed + draw // 8 * 8 + stream)
 
-    together = chain(*CAUSES)
-    for cause in CAUSES:
-        alone = only(cause, chain(cause))
-        print(cause, alone, together[cause][1] / alone)
-        assert alone > 1e-4
-        assert together[cause][1] == pytest.approx(alone, rel=0.1)
+    def drawn(draw: int) -> tuple[Tensor, list[Tensor], Tensor]:
+        tokens = torch.randint(64, (8, 96), generator=seeded(draw, 0))
+        generator = seeded(draw, 3)
+        routes = [torch.rand(tokens.numel(), 4, generator=generator).argsort(1) for _ in range(LAYERS)]
+        return tokens, routes, torch.rand(tokens.numel(), generator=generator) < 0.05
+
+    def parts(*active: str) -> Parts:
+        def of(**policy: bool) -> Tensor:
+            return torch.cat([scores(draw, **policy)[0] for draw in range(DRAWS)])
+
+        flips, truncated, spoiled, stale, lost, coarse = (cause in active for cause in CAUSES)
+        server = {"quantised": coarse, "lost": lost}
+        recorded = server | {"newer": not stale, "spoiled": spoiled}
+        masses = torch.cat([scores(draw, **recorded)[1] for draw in range(DRAWS)])
+        return parts_of(
+            ServerScores(
+                recorded=of(**recorded),
+                kept=of(**recorded) - masses * truncated,
+                sampled=of(**server, newer=not stale),
+                current=of(**server, newer=True),
+                base=of(quantised=coarse, bare=True),
+            ),
+            TrainerScores(
+                trained=of(newer=True), whole=of(newer=True), own=of(newer=True, flips=flips), base=of(bare=True)
+            ),
+        )
+
+    together = parts(*CAUSES)
+    alone = {cause: only(cause, parts(cause)) for cause in CAUSES}
+    print({cause: (part, together[cause][1] / part) for cause, part in alone.items()})
+    assert min(alone.values()) > 1e-4
+    assert {cause: together[cause][1] for cause in CAUSES} == pytest.approx(alone, rel=0.1)

@@ -26,6 +26,13 @@ def test_the_bill_is_the_mean_of_what_the_newest_steps_have_measured() -> None:
     assert bill([]) == {}
 
 
+def test_the_numerics_of_a_bill_are_without_the_adapter_where_it_is_measured() -> None:
+    parts = [of(0, numerics=0.5), of(1, numerics=0.1, adapter=0.4, flips=0.2), of(2, numerics=0.6)]
+    found = bill([step_record(step=i, version=i, time_s=0.0, metrics=part) for i, part in enumerate(parts)])
+    assert {cause: gap for cause, (gap, _) in found.items()} == {"flips": 0.2, "adapter": 0.4, "numerics": 0.1}
+    assert list(found) == ["flips", "adapter", "numerics"]
+
+
 def test_each_part_is_shown_with_its_share_and_the_key_that_removes_it() -> None:
     first, *rest = bill_lines("math", {"record": (0.0, 0.0), "staleness": (0.3, 0.02), "numerics": (0.1, 0.03)})
     assert first == "mismatch of math: 0.4 nats a token, KL 0.05"

@@ -26,7 +26,10 @@ FP32, BF16 = (1e-3, 1e-6), (0.2, 2e-2)  # limit, and how far two computations of
 
 
 def logprob(version: int, token_ids: list[int]) -> float:
-    """Log-probability of the last token under a version: mostly sure, sometimes not. Versions differ a little."""
+    """Log-probability of the last token under a version: mostly sure, sometimes not. Versions differ a little.
+
+    Version -1 is the base.
+    """
     token_ids = token_ids[-4:]
     rng = random.Random(repr(token_ids))
     value = -rng.expovariate(0.7) if rng.random() < 0.4 else -0.02
@@ -34,14 +37,15 @@ def logprob(version: int, token_ids: list[int]) -> float:
 
 
 def server(noise: float, held: range = range(NOW + 1), down: bool = False) -> auditing.Score:
-    def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
-        if down or ref.version not in held:
+    def score(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
+        version = ref.version if ref else -1
+        if down or (ref and version not in held):
             raise PublishError(f"{ref} is not here")
         return [
             [
                 0.0,
                 *(
-                    logprob(ref.version, row[: t + 1]) + random.Random(f"n{row[max(0, t - 4) : t + 1]}").gauss(0, noise)
+                    logprob(version, row[: t + 1]) + random.Random(f"n{row[max(0, t - 4) : t + 1]}").gauss(0, noise)
                     for t in range(1, len(row))
                 ),
             ]
@@ -186,8 +190,7 @@ def test_excerpts_change_from_step_to_step_and_stay_short() -> None:
 
 def served(score: Any, name: str = "server-0") -> MemoryServer:
     def answer(model: str | None, rows: list[list[int]]) -> list[list[float]]:
-        assert model is not None
-        return score(AdapterRef.parse(model), rows)
+        return score(AdapterRef.parse(model) if model else None, rows)
 
     made = MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=answer, name=name)
     for version in range(NOW - ETA, NOW + 1):
@@ -201,17 +204,17 @@ def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_o
     with served(server(1e-6)) as one, served(server(1e-6), "server-1") as other:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(REF, (one.endpoint, other.endpoint))
-        auditor.start(REF, batch(1, "interrupt"), 1.0)
+        auditor.start(REF, batch(1, "interrupt"), 1.0, base=False)
         first = auditor.collect("math", wait=True)
         assert first is not None
         assert (first.error, first.missing) == ("", "")
         one.__exit__()
-        auditor.start(REF, batch(2, "interrupt"), 1.0)
+        auditor.start(REF, batch(2, "interrupt"), 1.0, base=False)
         second = auditor.collect("math", wait=True)
         assert second is not None
         assert second.tokens > 60
         assert not second.error
-        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0)
+        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0, base=False)
         third = auditor.collect("math", wait=True)
         assert third is not None
         assert "shifted by one token" in third.error
@@ -230,9 +233,9 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
     with served(slow) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(REF, (one.endpoint,))
-        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0)
+        auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0, base=False)
         assert asked.wait(120.0)
-        auditor.start(REF, batch(4, "finish"), 1.0)
+        auditor.start(REF, batch(4, "finish"), 1.0, base=False)
         skipped = auditor.collect("math")
         assert skipped is not None
         assert (skipped.tokens, skipped.silent_steps) == (0, 1)
@@ -245,7 +248,7 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
         auditor.close()
 
 
-def test_truncated_records_are_compared_in_the_whole_distribution_without_parts_of_the_mismatch() -> None:
+def test_truncated_records_are_compared_in_the_whole_distribution() -> None:
     made = batch(5, "interrupt")
     mass = torch.where(
         made.loss_mask, -0.5 * torch.rand(made.n_tokens, generator=torch.Generator().manual_seed(1)), 0.0
@@ -255,21 +258,26 @@ def test_truncated_records_are_compared_in_the_whole_distribution_without_parts_
     with served(server(0.0)) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(REF, (one.endpoint,))
-        auditor.start(REF, made, 1.0)
+        auditor.start(REF, made, 1.0, base=False)
         found = auditor.collect("math", wait=True)
         auditor.close()
     assert found is not None
-    assert (found.error, found.missing, found.rescored) == ("", "", None)
+    assert (found.error, found.missing) == ("", "")
     assert found.gap == pytest.approx(0.0, abs=1e-6)
+    assert found.rescored is not None
+    at, scores = found.rescored.at, found.rescored.scores
+    assert scores.kept.tolist() == made.rollout_logprobs[at].tolist()
+    assert (scores.recorded - scores.kept).tolist() == pytest.approx(mass[at].tolist(), abs=1e-6)
     assert audit(choose(replace(made, log_mass=None), "math", 1), server(0.0), FP32[0]).error
 
 
-def test_tokens_are_scored_under_the_version_in_training_once_it_is_active() -> None:
+@pytest.mark.parametrize("base", [False, True])
+def test_tokens_are_scored_under_the_version_in_training_once_it_is_active(base: bool) -> None:
     made = batch(5, "interrupt")
     with served(server(0.0)) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(replace(REF, version=NOW - 1), (one.endpoint,))
-        auditor.start(REF, made, 1.0)
+        auditor.start(REF, made, 1.0, base=base)
         late = threading.Timer(0.3, lambda: auditor.activated(REF, (one.endpoint,)))
         late.start()
         found = auditor.collect("math", wait=True)
@@ -279,11 +287,15 @@ def test_tokens_are_scored_under_the_version_in_training_once_it_is_active() -> 
     again = found.rescored
     assert again is not None
     assert (again.version, len(set(again.at)), len(again.at)) == (NOW, found.tokens, found.tokens)
-    assert again.recorded == made.rollout_logprobs[again.at].tolist()
+    scores = again.scores
+    assert scores.recorded.tolist() == scores.kept.tolist() == made.rollout_logprobs[again.at].tolist()
     bounds, texts = made.cu_seqlens.tolist(), made.token_ids.tolist()
-    for t, sampled, current in zip(again.at, again.sampled, again.current, strict=True):
-        row = texts[max(start for start in bounds if start <= t) : t + 1]
-        assert (sampled, current) == pytest.approx((logprob(int(made.versions[t]), row), logprob(NOW, row)))
+    rows = [texts[max(start for start in bounds if start <= t) : t + 1] for t in again.at]
+    sampled = [logprob(int(made.versions[t]), row) for t, row in zip(again.at, rows, strict=True)]
+    assert scores.sampled.tolist() == pytest.approx(sampled)
+    assert scores.current.tolist() == pytest.approx([logprob(NOW, row) for row in rows])
+    assert (scores.base is not None) == base
+    assert scores.base is None or scores.base.tolist() == pytest.approx([logprob(-1, row) for row in rows])
 
 
 def test_without_a_server_of_the_version_in_training_the_comparison_stands() -> None:
@@ -292,12 +304,21 @@ def test_without_a_server_of_the_version_in_training_the_comparison_stands() -> 
     assert found.tokens > 60
 
 
+def test_servers_with_merged_weights_have_no_base() -> None:
+    def merged(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
+        return server(0.0)(ref, rows) if ref else []
+
+    found = audit(choose(batch(1, "interrupt"), "math", 1), merged, FP32[0], REF, base=True)
+    assert found.rescored is not None
+    assert found.rescored.scores.base is None
+
+
 def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """A server that scores one sequence too few."""
     with served(lambda ref, rows: server(1e-6)(ref, rows)[1:]) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(REF, (one.endpoint,))
-        auditor.start(REF, batch(1, "finish"), 1.0)
+        auditor.start(REF, batch(1, "finish"), 1.0, base=False)
         found = auditor.collect("math", wait=True)
         auditor.close()
     assert found is not None
@@ -309,7 +330,7 @@ def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCap
 def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:
     auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
     for step in range(auditing.QUIET_STEPS):
-        auditor.start(REF, batch(step, "finish"), 1.0)
+        auditor.start(REF, batch(step, "finish"), 1.0, base=False)
         got = auditor.collect("math", wait=True)
         assert got is not None
         assert (got.tokens, got.silent_steps, got.error) == (0, step + 1, "")

@@ -21,7 +21,7 @@ from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.learn import annotate, learn, make_loss
+from areal_lora.trainer.learn import Variants, annotate, learn, make_loss
 from areal_lora.types import TrainBatch
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
@@ -279,16 +279,27 @@ def test_log_probabilities_before_the_step_are_reported_without_a_pass_for_them(
         found = _learn(engine, adapter, batch)
         assert found.logprobs is not None
         assert torch.equal(found.logprobs, batch.rollout_logprobs)
-        assert found.own_choice is None
+        assert found.variants == Variants()
     assert engine.asked == ["gsm8k"], "two minibatches need the proximal policy"
     moved = _with(make_adapter(behaviour_correction="in_ratio"), minibatches=2)
     assert _learn(engine, moved, batch).logprobs is None, "the second minibatch is of a policy that has moved"
 
 
-@pytest.mark.parametrize("version", [4, 16])
-def test_a_batch_with_routes_is_scored_without_them_every_sixteenth_step(version: int) -> None:
-    batch = replace(make_batch(), routes=torch.zeros(11, 2, 2, dtype=torch.int16))
+@pytest.mark.parametrize("version", [4, 3, 19])
+def test_a_batch_is_scored_without_each_possible_cause_of_a_mismatch_every_sixteenth_step(version: int) -> None:
+    made, measures = make_batch(), version != 4
+    batch = replace(made, routes=torch.zeros(11, 2, 2, dtype=torch.int16), kept=torch.zeros(11, 1, dtype=torch.int32))
     engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter()
-    found = learn(engine, adapter, annotate(engine, adapter, batch), version=version, base_dtype="float32", lr=0.5)
-    assert (found.own_choice is not None) == (version == 16) == bool(engine.asked)
-    assert found.flips == (0.125 if version == 16 else None)
+
+    def variants(batch: TrainBatch) -> Variants:
+        engine.asked.clear()
+        ready = annotate(engine, adapter, batch)
+        return learn(engine, adapter, ready, version=version, base_dtype="bfloat16", lr=0.5).variants
+
+    found = variants(batch)
+    assert (found.own is not None) == (found.whole is not None) == measures == (engine.asked == ["gsm8k"] * 2)
+    assert (found.flips, found.base) == (0.125 if measures else None, None)
+    assert variants(made) == Variants(), "nothing is a possible cause, and the mismatch is 0"
+    engine.base = batch.rollout_logprobs - 1.0
+    differs = variants(replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask))
+    assert (differs.base is engine.base) == measures == (engine.asked == [None])

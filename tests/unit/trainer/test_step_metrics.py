@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal_lora.algorithms.mismatch import ServerScores
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
-from areal_lora.trainer.audit import Audit, ServerScores
-from areal_lora.trainer.learn import LearnReport
+from areal_lora.trainer.audit import Audit, AuditedTokens
+from areal_lora.trainer.learn import LearnReport, Variants
 from areal_lora.trainer.step_metrics import (
     Devices,
     Window,
@@ -22,7 +23,6 @@ from areal_lora.trainer.step_metrics import (
     of_groups,
     of_memory,
     of_mismatch,
-    of_replay,
     of_speed,
 )
 from areal_lora.types import TrajectoryGroup
@@ -90,28 +90,42 @@ def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:
     assert measured(of_speed(spans, 3200, Devices(count=4))).keys() == {"speed/tokens_per_s", "speed/tflops"}
 
 
+def scored(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def test_the_mismatch_of_audited_tokens_is_split_where_all_policies_are_known() -> None:
-    trained = torch.tensor([9.0, -1.0, 9.0, -2.0])
-    again = ServerScores(version=3, at=[1, 3], recorded=[-1.5, -1.5], sampled=[-1.4, -1.5], current=[-1.2, -1.6])
-    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=trained)
-    found = of_mismatch(Audit(rescored=again), report, 3)
-    wanted = {"record": 0.05, "staleness": 0.15, "numerics": 0.3}  # mean |d| is 0.5, 0.45, 0.3
-    assert {tag: value for tag, value in found.items() if tag.startswith("mismatch/")} == pytest.approx(
-        {f"mismatch/{cause}": part for cause, part in wanted.items()}, abs=1e-6
+    scores = ServerScores(
+        recorded=scored(-1.5, -1.5),
+        kept=scored(-1.5, -1.5),
+        sampled=scored(-1.4, -1.5),
+        current=scored(-1.2, -1.6),
+        base=scored(-1.0, -1.0),
     )
-    assert sum(value or 0 for tag, value in found.items() if tag.startswith("mismatch_kl/")) == pytest.approx(0.125)
-    assert of_mismatch(Audit(), report, 3) == {}
-    assert of_mismatch(Audit(rescored=again), report, 4) == {}
-    assert of_mismatch(Audit(rescored=again), replace(report, logprobs=None), 3) == {}
+    audit = Audit(rescored=AuditedTokens(version=3, at=[1, 3], scores=scores))
+    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=torch.tensor([9.0, -1.0, 9.0, -2.0]))
 
+    def parts(report: LearnReport) -> dict[str, float | None]:
+        found = of_mismatch(audit, {2: replace(report, logprobs=-report.logprobs), 3: report})
+        return {tag.removeprefix("mismatch/"): found[tag] for tag in found if tag.startswith("mismatch/")}
 
-def test_what_replay_removes_is_measured_over_the_sampled_tokens() -> None:
-    batch = replace(scoring_batch([[5, 6, 7], [1, 2]], "a"), given=torch.tensor([False, True]))
-    own, trained = torch.tensor([9.0, -0.3, 0.5, 9.0, 9.0]), torch.tensor([9.0, 0.1, -0.1, 9.0, 9.0])
-    report = LearnReport(sums={}, grad_norm=1.0, lr=0.1, skipped=0.0, logprobs=trained, own_choice=own)
-    assert of_replay(batch, report) == pytest.approx({"train/replay_removes": 0.3})
-    assert of_replay(batch, replace(report, own_choice=None)) == {}
-    assert of_replay(replace(batch, given=torch.ones_like(batch.given)), report) == {}
+    known = {"record": 0.05, "staleness": 0.15}  # mean |d| is 0.5, 0.45, 0.3
+    assert parts(report) == pytest.approx(known | {"numerics": 0.3}, abs=1e-6)
+    kls = [value or 0 for tag, value in of_mismatch(audit, {3: report}).items() if tag.startswith("mismatch_kl/")]
+    assert sum(kls) == pytest.approx(0.125)
+    own, base = torch.tensor([9.0, -0.8, 9.0, -1.8]), torch.tensor([9.0, -0.8, 9.0, -1.0])
+    apart = replace(report, variants=Variants(own=own, base=base))
+    assert parts(apart) == pytest.approx(known | {"flips": 0.0, "adapter": 0.2, "numerics": 0.1}, abs=1e-6)
+    truncated = replace(report, truncated=True)
+    assert parts(truncated) == {}
+    whole = torch.tensor([9.0, -1.1, 9.0, -2.0])
+    truncated = replace(truncated, variants=Variants(whole=whole))
+    assert parts(truncated) == pytest.approx(
+        {"truncation": 0.05, "record": 0.05, "staleness": 0.15, "numerics": 0.25}, abs=1e-6
+    )
+    assert of_mismatch(Audit(), {3: report}) == {}
+    assert of_mismatch(audit, {4: report}) == {}
+    assert of_mismatch(audit, {3: replace(report, logprobs=None)}) == {}
 
 
 def test_sampled_tokens_without_a_route_of_their_prediction_are_counted() -> None:
