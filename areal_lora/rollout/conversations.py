@@ -8,6 +8,7 @@ The model and an environment take turns, and the episode is one packed trajector
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,7 +185,7 @@ class PlayedEpisode:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
         (self.last,) = await context.answer(
             self.ref,
-            [*self.packed.token_ids, *added],
+            self.packed.ids() + array("i", added),
             seed=derived_seed(self.seed, self.n_turns),
             timeout_s=2 * context.sampling.timeout_s,
         )

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import math
 import statistics
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -49,10 +50,13 @@ class PackedTurns:
     def columns(self) -> TokenColumns:
         return TokenColumns.joined(self.parts)
 
+    def ids(self, end: int | None = None) -> "array[int]":
+        """The first ``end`` tokens."""
+        return array("i", b"".join([part.token_ids for part in self.parts])[: None if end is None else 4 * end])
+
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = self.columns.ids.tolist()
-        return ids
+        return self.ids().tolist()
 
     def starts(self, token_ids: bytes) -> bool:
         """Whether ``token_ids`` [T] int32 start with all of these."""
@@ -169,7 +173,7 @@ class WorkflowContext:
     async def answer(
         self,
         ref: AdapterRef,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         *,
         seed: int,
         timeout_s: float,
