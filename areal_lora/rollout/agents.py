@@ -38,8 +38,8 @@ from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, 
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, conversation_of
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, repeated
+from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, conversation_of, repeated
+from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
 
@@ -79,7 +79,7 @@ class AgentWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         ended = await all_samples(
-            repeated(partial(self._tried, group.conversation(), prompt, ref, i, derived_seed(seed, i)))
+            repeated(partial(self._tried, group.conversation(), prompt, ref, i), derived_seed(seed, i))
             for i in range(n)
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
@@ -130,7 +130,7 @@ class AgentWorkflow:
                         session.conversations[i].finish_reason = FaultKind.TIMEOUT
                     return None
                 if not done:
-                    raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
+                    raise SampleTimeout(f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():
                     session.fault.result()
                 return running.result()
