@@ -23,7 +23,7 @@ from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.rollout.agent_api.chat import parse_chat, reply_body
 from areal_lora.rollout.agent_api.session import Session
-from areal_lora.rollout.completion_client import CompletionRequest
+from areal_lora.rollout.completion_client import CompletionRequest, encoded
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.types import AdapterRef, Generation, TokenColumns
 
@@ -42,7 +42,7 @@ class StandIn:
         return ref
 
     async def sample(self, ref: AdapterRef, request: CompletionRequest, **_: Any) -> list[Generation]:
-        msgspec.json.encode(request)
+        encoded(request)
         n = len(self.token_ids)
         return [
             Generation(

@@ -116,7 +116,7 @@ class Formatter:
         after = self.tokenizer.encode(self.chat(turns, last=False).partition(_ANSWER)[2], add_special_tokens=False)
         return [*ids, *(after[:1] or [self.tokenizer.eos_token_id])]
 
-    def without_end(self, ids: list[int], answer_ids: list[int]) -> list[int]:
+    def without_end(self, ids: list[int], answer_ids: Sequence[int]) -> list[int]:
         """Drop the end of turn with which ``ids`` starts where the model has sampled it."""
         return ids[1:] if answer_ids and ids and ids[0] == answer_ids[-1] else ids
 

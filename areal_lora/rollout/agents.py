@@ -38,8 +38,8 @@ from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, 
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, conversation_of
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, repeated
+from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, conversation_of, repeated
+from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
 
@@ -79,7 +79,7 @@ class AgentWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         ended = await all_samples(
-            repeated(partial(self._tried, group.conversation(), prompt, ref, i, derived_seed(seed, i)))
+            repeated(partial(self._tried, group.conversation(), prompt, ref, i), derived_seed(seed, i))
             for i in range(n)
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
@@ -130,7 +130,7 @@ class AgentWorkflow:
                         session.conversations[i].finish_reason = FaultKind.TIMEOUT
                     return None
                 if not done:
-                    raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
+                    raise SampleTimeout(f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():
                     session.fault.result()
                 return running.result()
@@ -147,7 +147,7 @@ HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
 MAX_BODY_BYTES = 16 << 20
 
 Body = dict[str, Any]
-_Handler = Callable[[Session, Request], Coroutine[Any, Any, Response]]
+_Handler = Callable[[Session, Request, Body], Coroutine[Any, Any, Response]]
 _ErrorBody = Callable[[int, str, str | None], Body]
 
 
@@ -210,8 +210,7 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
     if session is None:
         return _error(401, "the key is not, or no longer, valid", error_of=error_of)
     try:
-        await request.body()
-        task = asyncio.create_task(handler(session, request))
+        task = asyncio.create_task(handler(session, request, await _checked_body(session, request)))
         session.requests.add(task)
         try:
             return await unless_disconnected(request, task)
@@ -226,11 +225,14 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
         return _error(503, str(fault), error_of=error_of)
 
 
-async def _sample(api: AgentApi, session: Session, request: Request) -> Response:
-    body = await _checked_body(session, request)
+async def _sample(api: AgentApi, session: Session, request: Request, body: Body) -> Response:
+    """The texts of the conversation, which may be long, are not kept here until the answer comes."""
     wanted = api.parse(body, session)
+    body = {key: value for key, value in body.items() if key not in ("messages", "input", "prompt")}
     if not body.get("stream"):
-        return JSONResponse(api.whole(await session.answer(wanted), session.ref.name, body, session.spell))
+        whole = session.answer(wanted)
+        del wanted
+        return JSONResponse(api.whole(await whole, session.ref.name, body, session.spell))
     stream = ReplyStream(partial(session.answer, wanted))
     session.requests.add(stream.whole)
     stream.whole.add_done_callback(session.requests.discard)
@@ -256,12 +258,12 @@ async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Bo
         stream.whole.cancel()
 
 
-async def _count_tokens(session: Session, request: Request) -> Response:
-    wanted = parse_messages(await _checked_body(session, request))
+async def _count_tokens(session: Session, request: Request, body: Body) -> Response:
+    wanted = parse_messages(body)
     return JSONResponse({"input_tokens": len(session.prompt(wanted).token_ids)})
 
 
-async def _models(session: Session, request: Request) -> Response:
+async def _models(session: Session, request: Request, body: Body) -> Response:
     model = {"id": session.ref.name, "object": "model", "created": 0, "owned_by": "areal_lora"}
     name = request.path_params.get("name")
     if name is None:
@@ -272,8 +274,11 @@ async def _models(session: Session, request: Request) -> Response:
 
 
 async def _checked_body(session: Session, request: Request) -> Body:
+    read = b"".join([part async for part in request.stream()])  # `request.body` would keep it
+    if request.method == "GET":
+        return {}
     try:
-        body = msgspec.json.decode(await request.body(), type=dict[str, Any])
+        body = msgspec.json.decode(read, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise AgentRequestError(400, str(error)) from None
     # An evaluation has its own sampling.

@@ -6,7 +6,7 @@ a retry can succeed. This module never retries; the controller retries whole gro
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
@@ -91,7 +91,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     ``return_kept``: they have the ids that were kept for each token, and log-probabilities normalised over them.
     """
 
-    prompt: list[int]
+    prompt: Sequence[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -139,7 +139,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[SampledChoice]
 
 
-_encode = msgspec.json.Encoder().encode
+encoded = msgspec.json.Encoder(enc_hook=list).encode
+"""Writes an array("i") of token ids, which has 4 bytes each instead of the 36 of a list."""
 _event = msgspec.json.Decoder(Completion).decode
 T = TypeVar("T")
 Arrived: TypeAlias = Callable[[int, Generation], None]
@@ -276,13 +277,9 @@ class CompletionClient:
         Log-probabilities at ``temperature`` and versions are those of the version that the server uses.
         """
         token_ids = [*prompt_ids, *answer_ids]
+        # A server samples at least one token.
         request = CompletionRequest(
-            prompt=token_ids,
-            max_tokens=1,  # a server samples at least one
-            temperature=temperature,
-            top_p=1.0,
-            logprobs=0,
-            echo=True,
+            prompt=token_ids, max_tokens=1, temperature=temperature, top_p=1.0, logprobs=0, echo=True
         )
         served, (choice,) = await self.complete(ref, request, timeout_s)
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
@@ -313,7 +310,7 @@ class CompletionClient:
                         asyncio.timeout_at(deadline) as clock,
                         self.router.lease(ref, sequences, clock, self.home) as server,
                     ):
-                        return await self._exchange(server, ref, path, _encode(body), read)
+                        return await self._exchange(server, ref, path, _sent_once(body), read)
                 except HandedBack:
                     if server is not None:
                         server.leaving = True
@@ -322,8 +319,7 @@ class CompletionClient:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
             if server is None:
-                detail = f"no server was available within {timeout_s:g} s"
-                raise GenerationFault(FaultKind.CONNECTION, detail) from None
+                raise GenerationFault(FaultKind.CONNECTION, f"no server was available within {timeout_s:g} s") from None
             # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
@@ -332,7 +328,9 @@ class CompletionClient:
             detail = f"{server.url if server else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes, read: _Read[T]) -> T:
+    async def _exchange(
+        self, server: Server, ref: AdapterRef, path: str, body: AsyncIterator[bytes], read: _Read[T]
+    ) -> T:
         headers, started = self._keyed if server.url.startswith("https:") else self._plain, False
         try:
             async with self._session.post(f"{server.url}{path}", data=body, headers=headers) as response:
@@ -359,11 +357,13 @@ class CompletionClient:
         raise GenerationFault(FaultKind.REJECTED, detail)
 
 
-def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool) -> AdapterRef:
-    """The version that the server reports: it may differ from the requested one unless ``exactly``.
+async def _sent_once(body: msgspec.Struct) -> AsyncIterator[bytes]:
+    """Encode ``body`` as it is sent: the connection would keep bytes until the answer."""
+    yield encoded(body)
 
-    The adapter may not.
-    """
+
+def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool) -> AdapterRef:
+    """The version that the server reports: unless ``exactly`` another than ``requested``, of the same adapter."""
     try:
         ref = AdapterRef.parse(completion.model)
     except ValueError as error:

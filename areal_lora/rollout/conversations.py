@@ -8,10 +8,11 @@ The model and an environment take turns, and the episode is one packed trajector
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,18 +20,11 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.errors import RecordError
 from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import (
-    Episode,
-    PackedTurns,
-    WorkflowContext,
-    all_samples,
-    derived_seed,
-    given_score,
-    repeated,
-)
+from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
+T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -139,6 +133,43 @@ class Environment(Protocol):
         ...
 
 
+class WorkerLost(GenerationFault):
+    """The worker process of a sample has ended. Only this sample is repeated."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FaultKind.ENVIRONMENT, detail)
+
+
+class SampleTimeout(GenerationFault):
+    """The time of a sample is over. Only this sample is repeated, once."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FaultKind.TIMEOUT, detail)
+
+
+SAMPLE_TRIES = 3
+"""Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
+
+
+async def repeated(tried: Callable[[int], Awaitable[T]], seed: int) -> T:
+    """Run a sample again that has lost its worker, or its time; the other samples of its group continue.
+
+    It is a new session, since what the lost one sampled is not trained on. After a time-out it has another seed than
+    ``seed``: with the same one it might take as long again. A second time-out is its group's.
+    """
+    again = derived_seed(seed, "again")
+    for _ in range(SAMPLE_TRIES - 1):
+        try:
+            return await tried(seed)
+        except SampleTimeout:
+            if seed == again:
+                raise
+            seed = again
+        except WorkerLost:
+            pass
+    return await tried(seed)
+
+
 Answer: TypeAlias = Callable[[Any], Coroutine[Any, Any, Any]]
 """Returns what the code in a worker is to get for what it sent; both are JSON."""
 Played: TypeAlias = Callable[[Mapping[str, Any], Answer], Awaitable[object]]
@@ -184,7 +215,7 @@ class PlayedEpisode:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
         (self.last,) = await context.answer(
             self.ref,
-            [*self.packed.token_ids, *added],
+            self.packed.ids() + array("i", added),
             seed=derived_seed(self.seed, self.n_turns),
             timeout_s=2 * context.sampling.timeout_s,
         )
@@ -210,7 +241,7 @@ class MultiTurnWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         made = await all_samples(
-            repeated(partial(self._episode, group.conversation(), prompt, ref, derived_seed(seed, i))) for i in range(n)
+            repeated(partial(self._episode, group.conversation(), prompt, ref), derived_seed(seed, i)) for i in range(n)
         )
         scores = await self.context.scores(
             [
@@ -244,7 +275,7 @@ class MultiTurnWorkflow:
                 await self.played({"sample": msgspec.to_builtins(prompt.sample)}, episode.answer)
         except TimeoutError:
             if not self.cut or episode.last is None:
-                raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
+                raise SampleTimeout(f"the episode took longer than {timeout_s:g} s") from None
             packed.finish_reason = FaultKind.TIMEOUT
         assert episode.last is not None
         return episode, episode.last

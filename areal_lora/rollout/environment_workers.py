@@ -30,9 +30,9 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import Answer
+from areal_lora.rollout.conversations import Answer, WorkerLost
 from areal_lora.rollout.custom_child import ContextFields
-from areal_lora.rollout.workflow import WorkerLost, derived_seed, given_score
+from areal_lora.rollout.workflow import derived_seed, given_score
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Cause
 

@@ -52,6 +52,7 @@ from areal_lora.tasks.scorer import RewardSum
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
+EPISODE_LEASE = 3  # times `sampling.timeout_s`: a sample whose time is over is repeated once
 SINGLE_TURN_LEASE = 10  # times `sampling.timeout_s`: no deadline, but an answer lost by a live server is repeated
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
@@ -181,7 +182,7 @@ class SharedResources:
             max_running=capacity.groups(rollout.servers),  # until the first announcement
             on_expire=cancel,
             clock=time.monotonic,
-            lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
+            lease_s=(SINGLE_TURN_LEASE if single_turn else EPISODE_LEASE) * sampling.timeout_s + LEASE_SLACK_S,
             drop_uniform=adapter.algorithm.drop_uniform,
             solved=solved,
         )

@@ -1,7 +1,8 @@
 """Workflows turn a prompt into a group of scored trajectories.
 
 A workflow raises GenerationFault where it has no answers at all; answers that could not be scored are returned with
-their typed outcome and without a reward of their own. It never retries: the controller retries groups whole.
+their typed outcome and without a reward of their own. The controller retries groups whole; a workflow repeats only a
+sample that has lost its worker or its time (`conversations.repeated`).
 
 `PackedTurns` is the only place of the rollout plane that lays tokens out (contract C10): entry t of every array
 describes token t, and the loss mask is on exactly where the model itself sampled::
@@ -15,11 +16,11 @@ Tokens are never made from text again once they exist: what the model sampled is
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from array import array
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol, Self, TypeVar
@@ -49,10 +50,13 @@ class PackedTurns:
     def columns(self) -> TokenColumns:
         return TokenColumns.joined(self.parts)
 
+    def ids(self, end: int | None = None) -> "array[int]":
+        """The first ``end`` tokens."""
+        return array("i", b"".join([part.token_ids for part in self.parts])[: None if end is None else 4 * end])
+
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = self.columns.ids.tolist()
-        return ids
+        return self.ids().tolist()
 
     def starts(self, token_ids: bytes) -> bool:
         """Whether ``token_ids`` [T] int32 start with all of these."""
@@ -169,7 +173,7 @@ class WorkflowContext:
     async def answer(
         self,
         ref: AdapterRef,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         *,
         seed: int,
         timeout_s: float,
@@ -300,25 +304,6 @@ async def all_samples(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
-
-
-class WorkerLost(GenerationFault):
-    """The worker process of a sample has ended. Only this sample is repeated."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(FaultKind.ENVIRONMENT, detail)
-
-
-SAMPLE_TRIES = 3
-"""Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
-
-
-async def repeated(tried: Callable[[], Awaitable[T]]) -> T:
-    """Run again what has lost its worker: a new session, since what the lost one sampled is not trained on."""
-    for _ in range(SAMPLE_TRIES - 1):
-        with contextlib.suppress(WorkerLost):
-            return await tried()
-    return await tried()
 
 
 def first_fault(group: TrajectoryGroup) -> Trajectory | None:

@@ -12,7 +12,7 @@ from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow
+from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow, repeated
 from areal_lora.rollout.custom_child import (
     Call,
     CallAnswer,
@@ -110,7 +110,8 @@ class CustomWorkflow:
         )
         run = packed(WorkflowRun(prompt=prompt, ref=ref, seed=seed))
         task = {"context": msgspec.to_builtins(fields), "run": run, "sample": {}}
-        played = await flow.repeated(lambda: self.workers.run(task, ContextCalls(context=self.context).answer))
+        # A worker's end is all that repeats it, with the seed that is in ``run``.
+        played = await repeated(lambda _: self.workers.run(task, ContextCalls(context=self.context).answer), seed)
         episode: flow.Episode = unpacked(played.episode, flow.Episode)
         return episode
 

@@ -41,7 +41,7 @@ LINES = {
     "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 463,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8040,  # code of users in workers, OpenEnv; solved shares; streams, Anthropic, grammars; kept versions
+    "rollout": 8075,  # workers, OpenEnv; solved shares; streams, Anthropic, grammars; waiting prompts; sample time-outs
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3180,  # the time of scoring; reward models

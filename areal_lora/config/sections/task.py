@@ -109,8 +109,8 @@ class WorkerWorkflowConfig(Section):
     servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
     max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
     on_timeout: Literal["retry", "score"] = "retry"
-    """After `sampling.timeout_s` the group is sampled again, or (`score`) what a sample has is scored: by its rewards
-    so far (`multi_turn`), else by the configured reward of its last answer. Not of `custom`."""
+    """After `sampling.timeout_s` a sample is repeated, then its group, or (`score`) scored: by its rewards so far
+    (`multi_turn`), else by the configured reward of its last answer. Not of `custom`."""
     tool_parser: str | None = None
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")

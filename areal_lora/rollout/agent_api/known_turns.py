@@ -10,6 +10,7 @@ An answer counts as given back if its content and calls are those that the agent
 it may differ (spaces in the arguments of a call): the sampled tokens stay.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,10 +53,14 @@ class KnownTurns:
 class WrittenPrompt:
     """The tokens [P] of a request's prompt. Its turns start with those of ``known``, and have ``digest``."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     known: KnownTurns | None = None
     digest: bytes = b""
     written: tuple[int, bytes] = (0, b"")
+
+    @property
+    def n_known(self) -> int:
+        return self.known.n if self.known else 0
 
 
 @dataclass(slots=True)
@@ -76,12 +81,15 @@ class Prompts:
         known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
         conversation, end = self._texts.get(known, (PackedTurns(), 0))
         rest = self.formatter.tokenizer.encode(request.prompt[len(known) :], add_special_tokens=not known)
-        return WrittenPrompt(token_ids=conversation.token_ids[:end] + rest)
+        return WrittenPrompt(token_ids=conversation.ids(end) + array("i", rest))
 
     def answered(
         self, request: SamplingRequest, prompt: WrittenPrompt, reply: SampledReply, conversation: PackedTurns
     ) -> KnownTurns | None:
-        """Keep an answer, the end of ``conversation``, for requests that continue it."""
+        """Keep an answer, the end of ``conversation``, for requests that continue it.
+
+        ``request`` has the turns after the prompt's known ones.
+        """
         sampled, decode, end = reply.sampled.token_ids, self.formatter.tokenizer.decode, len(conversation)
         raw = decode(sampled, skip_special_tokens=False)
         if request.turns is None:
@@ -90,8 +98,8 @@ class Prompts:
             return None
         known = KnownTurns(
             before=prompt.known,
-            added=(*request.turns[prompt.known.n if prompt.known else 0 :], reply.turn),
-            n=len(request.turns) + 1,
+            added=(*request.turns, reply.turn),
+            n=prompt.n_known + len(request.turns) + 1,
             conversation=conversation,
             end=end,
             written=prompt.written,
@@ -115,10 +123,10 @@ class Prompts:
         known = next((self._known[d] for d in reversed(digests) if d in self._known), None)
         ids, encode = None, self.formatter.tokenizer.encode
         if known is not None and (after := self._after(known, request, text)) is not None:
-            ids = known.conversation.token_ids[: known.end]
-            ids += self.formatter.without_end(encode(after, add_special_tokens=False), ids)
+            ids = known.conversation.ids(known.end)
+            ids.extend(self.formatter.without_end(encode(after, add_special_tokens=False), ids))
         if ids is None:  # a template writes special tokens itself
-            ids = encode(text, add_special_tokens=False)
+            ids = array("i", encode(text, add_special_tokens=False))
         return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=(len(text), digest(b"", text)))
 
     def _after(self, known: KnownTurns, request: SamplingRequest, text: str) -> str | None:

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias
 
 import msgspec
 
@@ -137,6 +137,10 @@ class SamplingRequest:
         if unknown := set(self.forced) - {tool["function"]["name"] for tool in self.tools}:
             raise refuse("tool_choice", f"tools has no {', '.join(sorted(unknown))}")
 
+    def after(self, known: int) -> Self:
+        """Without the first ``known`` turns, which the session keeps: requests wait long, and their turns are many."""
+        return self if self.turns is None else replace(self, turns=self.turns[known:])
+
     @property
     def forced(self) -> tuple[str, ...]:
         """The tools that an answer may call, where it must call one."""
@@ -182,7 +186,7 @@ class CompletedRequest:
 
     number: int
     request: SamplingRequest
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     replies: list[SampledReply]
 
     @property

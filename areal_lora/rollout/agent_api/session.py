@@ -123,6 +123,7 @@ class Session:
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
         """
         prompt = self.prompt(request)
+        request = request.after(prompt.n_known)
         self.n_requests += 1
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
@@ -173,11 +174,10 @@ class Session:
             if (turns := self.prompts.answered(request, prompt, reply, conversation)) is not None:
                 self.turns[at] = turns
                 self.responses.setdefault(f"resp_{number}", turns)
-        known = prompt.known.n if prompt.known else 0
         record = RequestRecord(
-            known=known,
-            turns=list((request.turns or ())[known:]),
-            tools=[] if known else request.tools,  # the same as before, else it would not continue
+            known=prompt.n_known,
+            turns=list(request.turns or ()),
+            tools=[] if prompt.known else request.tools,  # the same as before, else it would not continue
             answers=answers,
             prompt=request.prompt if request.turns is None else None,
         )

@@ -408,6 +408,30 @@ def test_what_an_agent_does_wrong_is_a_fault_of_its_group(
     assert caught.value.outcome is outcome
 
 
+def test_a_sample_whose_time_is_over_is_repeated_alone_with_another_seed() -> None:
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        started.append(task.api_key)
+        if len(started) == 2:  # the second sample to have its answer
+            await asyncio.sleep(600)
+        return 1.0
+
+    def attempt() -> Episode | GenerationFault:
+        started.clear()
+        fake.requests.clear()
+        try:
+            return run(agent, server=fake, timeout_s=1.5, n_samples=4)
+        except GenerationFault as fault:  # a stall of the machine
+            return fault
+
+    started = list[str]()
+    fake = FakeServer(models={str(V1)}, answer=answer)
+    episode = seen(attempt, lambda found: isinstance(found, Episode) and len(started) == 5)
+    assert isinstance(episode, Episode)
+    assert [made.reward for made in episode.group.trajectories] == [1.0] * 4
+    assert len({request["seed"] for request in fake.requests}) == len(fake.requests) == 5
+
+
 def test_an_agent_whose_time_is_over_is_scored_by_its_last_answer() -> None:
     """The answer that it still waits for is not part of it, and one without an answer is a fault all the same."""
     fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 600.0 if k >= 2 else 0.0)

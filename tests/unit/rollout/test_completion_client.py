@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -317,3 +319,41 @@ def test_a_conversation_whose_version_has_left_its_server_goes_on_with_the_newes
                 assert caught.value.kind is FaultKind.RETIRED
 
     asyncio.run(run())
+
+
+class SlowServer:
+    """Reads a request of any size, keeps nothing of it, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.read, self.answer = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        end = b""
+        while not end.endswith(b"0\r\n\r\n"):  # the last chunk
+            end = (end + await reader.read(1 << 14))[-5:]
+        self.read.set()
+        await self.answer.wait()
+        writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+
+def test_a_waiting_request_keeps_four_bytes_of_a_prompts_token() -> None:
+    n = 200_000
+
+    async def main() -> int:
+        slow, router = SlowServer(), Router()
+        async with await asyncio.start_server(slow, "127.0.0.1", 0) as server, CompletionClient(router, "s") as client:
+            port = server.sockets[0].getsockname()[1]
+            router.announce(V3, {"server-0": f"http://127.0.0.1:{port}"})
+            tracemalloc.start()
+            request = msgspec.structs.replace(wanted([], 1), prompt=array("i", range(100_000, 100_000 + n)))
+            task = asyncio.create_task(client.sample(V3, request, timeout_s=120.0))
+            await slow.read.wait()
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            slow.answer.set()
+            with pytest.raises(GenerationFault, match="HTTP 503"):
+                await task
+            return kept
+
+    assert 4 * n <= asyncio.run(main()) < 5 * n
