@@ -188,6 +188,9 @@ def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
     """The servers' kernels can be given other weights."""
     if config.rollout.adapter_mode != "merged":
         return
+    if config.rollout.in_flight == "keep":
+        reason = "merged servers have one version, whose KV cache no other one reads"
+        yield Finding("rollout.in_flight", reason, "set it to interrupt, or rollout.adapter_mode=unmerged")
     if config.rollout.expert_parallel and config.cluster.device == "cpu":
         reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
         yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
