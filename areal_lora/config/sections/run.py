@@ -141,8 +141,8 @@ class RolloutConfig(Section):
     """What servers hold: the base and adapters in slots, or one version merged into the weights. `merged`: vLLM runs
     without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts running sequences."""
     in_flight: InFlight = "finish"
-    """At a publish, sequences finish on their version, or continue on the newest one. `interrupt` prefills their tokens
-    again under it, `keep` keeps the KV cache of the versions before."""
+    """At a publish, sequences finish on their version, or continue on the newest: `interrupt` prefills them again,
+    `keep` keeps their KV cache."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")

@@ -54,8 +54,7 @@ PINNED_ALONE_S = 1.0  # where it holds up the next version
 class VersionLease:
     """The version a request runs on while it holds the lease; without ``resident`` the base.
 
-    ``lora`` names it for the engine. One that ``follows`` may move to newer versions (`ServedAdapters.move`): ``lora``
-    still names the first.
+    ``lora`` names it for the engine. One that ``follows`` may move to newer versions: ``lora`` still names the first.
     """
 
     resident: ResidentVersion | None = None
@@ -75,6 +74,12 @@ class VersionLease:
     def incarnation(self) -> int:
         """Distinguishes adapters that have had the same name, one after the other."""
         return 0 if self.resident is None else self.resident.incarnation
+
+    def move(self, versions: ServedVersions, ref: AdapterRef) -> None:
+        """Hold ``ref`` in place of the version held before."""
+        assert self.resident is not None
+        versions.release(self.resident)
+        self.resident = versions.acquire(str(ref))
 
 
 class ServedAdapters:
@@ -156,18 +161,11 @@ class ServedAdapters:
     async def follow(self, ref: AdapterRef) -> dict[str, tuple[int, int]]:
         """From the engine's next step on, compute requests that follow the adapter under ``ref``, its newest version.
 
-        Returns their tokens before it (`compat.engine.follow_version`); call `move` for each. Raises PublishError.
+        Returns their tokens before it (`compat.engine.follow_version`); move their leases. Raises PublishError.
         """
         follow_id = self.versions.follow_ids.setdefault(ref.name, next(self.versions.lora_ids))
         lora_id = self.versions.resolve(str(ref)).lora_id
         return await _answer("al_follow", call_follow_version(self._engine, follow_id, lora_id))
-
-    def move(self, lease: VersionLease, ref: AdapterRef) -> None:
-        """Let a request that follows hold ``ref`` in place of the version it held."""
-        assert lease.resident is not None
-        self.versions.release(lease.resident)
-        lease.resident = self.versions.acquire(str(ref))
-        self._released.set()
 
     async def ping(self) -> None:
         """Ping every worker's background thread. Raises PublishError if one does not answer."""

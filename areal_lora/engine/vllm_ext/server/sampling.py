@@ -213,7 +213,7 @@ class Sampler:
                 if not request.lease.follows:
                     cut.append(request)
                 elif sampled:
-                    self._adapters.move(request.lease, ref)
+                    request.lease.move(self._adapters.versions, ref)
                     request.changes.append((sampled, ref))
                 elif request.engine_id in known or not request.engine_id:  # others have ended
                     request.void = True

@@ -193,6 +193,25 @@ def test_an_answer_after_the_commit_is_of_the_new_version_alone(server: RunningS
             assert oracle.check(prompt, got) == 1
 
 
+def test_a_prompt_is_computed_again_beside_a_running_answer_to_it(server: RunningServer, oracle: KeepOracle) -> None:
+    """A group shares the computation of its prompt; an answer of a newer version does not."""
+
+    async def run() -> tuple[bool, dict[str, Any], dict[str, Any]]:
+        before = (await asyncio.to_thread(oracle.stats)).requests
+        task = asyncio.create_task(answer(server))
+        await oracle.requested(before + 1)
+        await asyncio.to_thread(oracle.publish)
+        (late,) = await answer(server, max_tokens=8)
+        return not task.done(), late, (await task)[0]
+
+    beside, late, running = seen(
+        lambda: asyncio.run(run()), lambda found: found[0] and len(set(found[2]["versions"])) > 1
+    )
+    assert beside
+    assert set(late["versions"]) == {max(running["versions"])}
+    assert oracle.check(PROMPT, late) == 1
+
+
 def test_sequences_without_a_token_start_again(server: RunningServer, oracle: KeepOracle) -> None:
     """They wait for a place as versions come: all their tokens are of versions that have read all before."""
     before = oracle.stats()
