@@ -141,8 +141,8 @@ class RolloutConfig(Section):
     """What servers hold: the base and adapters in slots, or one version merged into the weights. `merged`: vLLM runs
     without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts running sequences."""
     in_flight: InFlight = "finish"
-    """At a publish, sequences finish on their version, or continue on the newest: `interrupt` prefills them again,
-    `keep` keeps their KV cache."""
+    """At a publish, sequences finish on their version or continue on the newest: prefilled again (`interrupt`), or
+    with their KV cache (`keep`)."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")

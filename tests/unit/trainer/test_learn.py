@@ -88,7 +88,9 @@ class Trainer:
     """A trainer of one rank without servers, controller or disk: `train_step` and nothing around it."""
 
     def __init__(self, engine: RecordedEngine) -> None:
-        self.config = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish")
+        )
         self.engine, self.rank_0, self.publishing, self.checkpointing = engine, None, None, None
         self.control, self.spans = SoloExchange(), defaultdict(Spans)
 

@@ -337,8 +337,9 @@ class ServedAdapters:
             log.info("%s retired from slot %d", resident.ref, resident.slot)
         self.has_base = self.has_base and not self._merged
         try:
-            answers: list[tuple[float, list[int]]] = await self._call(
-                "al_commit", commit.lora_id, commit.slot, commit.retired_ids
+            arguments = commit.lora_id, commit.slot, commit.retired_ids
+            answers: list[tuple[float, list[int]]] = await _answer(
+                "al_commit", self._engine.collective_rpc("al_commit", args=arguments)
             )
         except PublishError:
             await self._retire(commit.undo_ids)
@@ -354,18 +355,15 @@ class ServedAdapters:
 
     async def _retire(self, lora_ids: Iterable[int]) -> None:
         """Have the workers stop serving; what their batches still use is retried by `_stage`."""
-        self._leaving.update(*await self._call("al_retire", list(lora_ids)))
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension, between two model steps."""
-        return await _answer(method, self._engine.collective_rpc(method, args=args))
+        retiring = self._engine.collective_rpc("al_retire", args=(list(lora_ids),))
+        self._leaving.update(*await _answer("al_retire", retiring))
 
 
 T = TypeVar("T")
 
 
 async def _answer(method: str, call: Awaitable[T]) -> T:
-    """Raises PublishError."""
+    """Await a call of the engine, which answers between two model steps. Raises PublishError."""
     try:
         return await call
     except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
