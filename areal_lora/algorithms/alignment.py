@@ -12,6 +12,7 @@ Of token t and t + 1 of an answer, with records r and present values c::
 
 from collections.abc import Mapping
 
+import torch.nn.functional as F
 from torch import Tensor
 
 TELLING = 0.5  # nats between neighbours, in records and present values; smaller differences can be rounding
@@ -37,6 +38,16 @@ def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Te
     late, late_own = votes(first, near, far)
     early, early_own = votes(second, far, near)
     return {"late": late, "late_own": late_own, "early": early, "early_own": early_own}
+
+
+def after_change(versions: Tensor, mask: Tensor) -> Tensor:
+    """Mark the tokens [t] bool that come after a change of version in their answer, a run of ``mask`` [t] bool.
+
+    With kept KV caches (``rollout.in_flight: keep``) no version alone has their log-probability. ``versions`` are [t].
+    """
+    joined = F.pad(mask[1:] & mask[:-1], (1, 0))
+    changes = (joined & F.pad(versions[1:] != versions[:-1], (1, 0))).cumsum(0)
+    return mask & (changes > changes.masked_fill(joined, 0).cummax(0).values)
 
 
 def shifted_share(sums: Mapping[str, float]) -> tuple[float, float]:

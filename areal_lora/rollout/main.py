@@ -226,7 +226,7 @@ async def serve(
     rollout = config.rollout
     router = Router(
         max_behind=rollout.max_num_seqs // 4,  # of a batch: less than computing a long prefix again
-        max_lag=0 if rollout.interrupts else rollout.max_staleness,
+        max_lag=rollout.max_staleness if rollout.in_flight_policy == "finish" else 0,
     )
     async with AsyncExitStack() as stack:
         ledger = LedgerFile(run_folder.ledger, config.run.name)

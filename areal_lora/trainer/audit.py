@@ -7,6 +7,9 @@ audit compares the batch as the trainer holds it::
               annotate, learn              compare; query again under version k, for the mismatch's parts
               collect: finished audits; an unfinished one is collected in step k + 1
 
+With kept KV caches no version confirms the tokens after a change of version: only the others decide whether the batch
+is right, and the mismatch's part ``record`` is what the caches change.
+
 Servers score in the whole distribution. Where sampling truncates it, records are brought to the whole one for this
 (`TokenColumns.log_mass`).
 
@@ -26,7 +29,7 @@ from statistics import fmean
 
 import torch
 
-from areal_lora.algorithms.alignment import is_shifted, shift_votes
+from areal_lora.algorithms.alignment import after_change, is_shifted, shift_votes
 from areal_lora.algorithms.mismatch import ServerScores
 from areal_lora.errors import PublishError
 from areal_lora.processes.log import get_logger
@@ -50,8 +53,9 @@ Score = Callable[[AdapterRef | None, list[list[int]]], list[list[float]]]
 class Excerpt:
     """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
 
-    ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``recorded`` [T] the
-    sampler's log-probabilities in the whole distribution (0 elsewhere), ``kept`` [T] those over the kept ids.
+    ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``exact`` of those
+    that ``ref`` sampled alone, ``recorded`` [T] the sampler's log-probabilities in the whole distribution (0
+    elsewhere), ``kept`` [T] those over the kept ids.
     """
 
     sequence: int
@@ -59,6 +63,7 @@ class Excerpt:
     ref: AdapterRef
     token_ids: list[int]  # [T]
     at: list[int]
+    exact: list[int]
     recorded: list[float]  # [T]
     kept: list[float]  # [T]
 
@@ -91,8 +96,13 @@ class Audit:
     rescored: AuditedTokens | None = None
 
 
-def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
-    """Choose excerpts of `SEQUENCES` sequences, one per version in each; deterministic in batch and ``seed``."""
+def choose(
+    batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS, kept_caches: bool = False
+) -> list[Excerpt]:
+    """Choose excerpts of `SEQUENCES` sequences, one per version in each; deterministic in batch and ``seed``.
+
+    ``kept_caches``: tokens after a change of version in their answer are of several versions.
+    """
     bounds = batch.cu_seqlens.tolist()
     whole = batch.rollout_logprobs if batch.log_mass is None else batch.rollout_logprobs + batch.log_mass
     order = random.Random(seed).sample(range(batch.n_sequences), batch.n_sequences)
@@ -104,11 +114,13 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
         mask = batch.loss_mask[start:end].tolist()
         tokens, recorded = batch.token_ids[start:end].tolist(), whole[start:end].tolist()
         kept = batch.rollout_logprobs[start:end].tolist()
+        mixed = after_change(batch.versions[start:end], batch.loss_mask[start:end]).tolist()
         for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             ref, end = AdapterRef(name=name, version=version), at[-1] + 1
             its = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end], "kept": kept[:end]}
-            found.append(Excerpt(sequence=sequence, ref=ref, at=at, **its))
+            exact = [t for t in at if not (kept_caches and mixed[t])]
+            found.append(Excerpt(sequence=sequence, ref=ref, at=at, exact=exact, **its))
         left -= any(mask)
         if not left:
             break
@@ -135,16 +147,20 @@ def audit(
             continue
         compared += zip(mine, scored, strict=True)
     gaps: dict[int, list[float]] = {}
+    every: list[float] = []
     votes: Counter[str] = Counter(late=0, late_own=0, early=0, early_own=0)
     for excerpt, scores in compared:
         if len(scores) != len(excerpt.token_ids):
             return Audit(error=f"{excerpt.ref}: {len(scores)} scores for {len(excerpt.token_ids)} tokens")
-        gaps.setdefault(excerpt.sequence, []).extend(abs(scores[t] - excerpt.recorded[t]) for t in excerpt.at)
+        every += [abs(scores[t] - excerpt.recorded[t]) for t in excerpt.at]
+        if not excerpt.exact:
+            continue
+        gaps.setdefault(excerpt.sequence, []).extend(abs(scores[t] - excerpt.recorded[t]) for t in excerpt.exact)
         mask = torch.zeros(len(scores), dtype=torch.bool, device="cpu")
-        mask[excerpt.at] = True
+        mask[excerpt.exact] = True
         mine_, theirs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (scores, excerpt.recorded))
         votes.update({name: int(n) for name, n in shift_votes(mine_, theirs, mask).items()})
-    every, error = [gap for sequence in gaps.values() for gap in sequence], _contradiction(gaps, votes, limit)
+    error = _contradiction(gaps, votes, limit)
     return Audit(
         tokens=len(every),
         gap=fmean(every) if every else None,
@@ -232,11 +248,14 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
 class Auditor:
     """Audit batches on rank 0, in a separate thread, with the first of ``servers`` that answers.
 
-    ``limit``: see `audit`. A server accepts sequences of less than ``max_model_len`` tokens.
+    ``limit``: see `audit`, ``kept_caches``: see `choose`. A server accepts sequences of less than ``max_model_len``
+    tokens.
     """
 
-    def __init__(self, secret: str, limit: float, timeout_s: float, max_model_len: int) -> None:
-        self._secret, self._limit, self._timeout_s = secret, limit, timeout_s
+    def __init__(
+        self, secret: str, limit: float, timeout_s: float, max_model_len: int, kept_caches: bool = False
+    ) -> None:
+        self._secret, self._limit, self._timeout_s, self._kept_caches = secret, limit, timeout_s, kept_caches
         self._max_tokens = min(MAX_TOKENS, max_model_len - 1)
         self._servers: tuple[ServerEndpoint, ...] = ()  # of the newest version
         self._active: dict[str, int] = {}
@@ -259,7 +278,7 @@ class Auditor:
         if self._running is not None:
             self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
             return
-        excerpts = choose(batch, ref.name, ref.version, self._max_tokens)
+        excerpts = choose(batch, ref.name, ref.version, self._max_tokens, self._kept_caches)
         self._running = self._pool.submit(self._audit, ref, excerpts, temperature, base)
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:

@@ -183,6 +183,7 @@ def _rank_0(
         ALIGNMENT_LIMITS[config.model.dtype],
         timeout_s=config.weight_sync.attempt_s,
         max_model_len=config.rollout.max_model_len,
+        kept_caches=config.rollout.in_flight == "keep",
     )
     return Rank0(
         controller=ControllerLink(config, client, recorder, kept),

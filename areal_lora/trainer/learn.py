@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.advantages import token_credit
-from areal_lora.algorithms.alignment import is_shifted, shift_votes
+from areal_lora.algorithms.alignment import after_change, is_shifted, shift_votes
 from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import split_minibatches
@@ -122,8 +122,12 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * factor
 
 
-def make_loss(adapter: Adapter, version: int) -> LossFn:
-    """Build the adapter's objective for the engine. ``version`` is the version in training."""
+def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False) -> LossFn:
+    """Build the adapter's objective for the engine. ``version`` is the version in training.
+
+    ``kept_caches``: servers keep KV caches of older versions. The objective takes the record of a token after a change
+    as the policy that sampled it, which no version is; the trainer's log-probabilities are of one version throughout.
+    """
     algorithm, reduction = adapter.algorithm, adapter.config.algorithm.reduction
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
@@ -146,16 +150,18 @@ def make_loss(adapter: Adapter, version: int) -> LossFn:
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
         scored = before if adapter.config.dropout else current
-        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, scored, version), **votes})
+        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches), **votes})
 
     return loss
 
 
-def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Tensor]:
-    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version``) and stale tokens."""
+def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool) -> dict[str, Tensor]:
+    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others."""
     gap = (logprobs - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
-    stale = micro.loss_mask & (micro.versions != version)
+    if kept_caches:
+        fresh &= ~after_change(micro.versions, micro.loss_mask)
+    stale = micro.loss_mask & ~fresh
     moved = (logprobs - micro.prox_logprobs).abs() if micro.prox_logprobs is not None else torch.zeros_like(gap)
     return {
         "fresh_tokens": fresh.sum().float(),
@@ -167,7 +173,14 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
 
 
 def learn(
-    engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
+    engine: AdapterEngine,
+    adapter: Adapter,
+    batch: TrainBatch,
+    *,
+    version: int,
+    base_dtype: str,
+    lr: float,
+    kept_caches: bool = False,
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
@@ -178,7 +191,7 @@ def learn(
             differ from those of the same policy by more than rounding (contract C10). No optimizer step uses a
             minibatch with a fault, and one whose sums are not finite is skipped.
     """
-    loss_fn = make_loss(adapter, version)
+    loss_fn = make_loss(adapter, version, kept_caches=kept_caches)
     totals: Counter[str] = Counter()
     skipped: list[float] = []
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy

@@ -127,7 +127,13 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     with spans.span("train"):
         lr = learning_rate(adapter.config.optimizer, state.version, adapter.run.steps)
         report = learn(
-            trainer.engine, adapter, batch, version=state.version, base_dtype=trainer.config.model.dtype, lr=lr
+            trainer.engine,
+            adapter,
+            batch,
+            version=state.version,
+            base_dtype=trainer.config.model.dtype,
+            lr=lr,
+            kept_caches=trainer.config.rollout.in_flight == "keep",
         )
     spans.take(trainer.engine.spans)
     audit, memory = collect_audit(trainer, state), trainer.engine.memory()

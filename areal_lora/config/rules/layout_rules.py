@@ -92,6 +92,9 @@ def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     elif config.rollout.expert_parallel and merged_on_cpus:
         reason = "without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts"
         yield Finding("rollout.expert_parallel", reason, "set it to false, or rollout.adapter_mode=unmerged")
+    if config.rollout.in_flight == "keep" and config.rollout.adapter_mode == "merged":
+        reason = "merged servers have one version, whose KV cache no other one reads"
+        yield Finding("rollout.in_flight", reason, "set it to interrupt, or rollout.adapter_mode=unmerged")
     if tp > per_node:
         reason = f"one server of {tp} devices does not fit a node of {per_node}"
         yield Finding("rollout.tp", reason, f"set it to at most {per_node}")

@@ -125,6 +125,9 @@ class RemoteConfig(Section):
     """fsspec URL, such as `s3://bucket/runs` (extra `s3`), through which versions go instead of the gateway."""
 
 
+InFlight = Literal["finish", "interrupt", "keep"]
+
+
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
@@ -137,8 +140,9 @@ class RolloutConfig(Section):
     adapter_mode: Literal["unmerged", "merged"] = "unmerged"
     """What servers hold: the base and adapters in slots, or one version merged into the weights. `merged`: vLLM runs
     without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts running sequences."""
-    in_flight: Literal["finish", "interrupt"] = "finish"
-    """At a publish, sequences finish on their version, or continue on the newest one."""
+    in_flight: InFlight = "finish"
+    """At a publish, sequences finish on their version or continue on the newest: prefilled again (`interrupt`), or
+    with their KV cache (`keep`)."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
@@ -158,9 +162,9 @@ class RolloutConfig(Section):
     """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
 
     @property
-    def interrupts(self) -> bool:
-        """Whether a publish interrupts running sequences; with merged weights no other version exists."""
-        return self.in_flight == "interrupt" or self.adapter_mode == "merged"
+    def in_flight_policy(self) -> InFlight:
+        """``in_flight``, except with merged weights, which have no other version."""
+        return "interrupt" if self.adapter_mode == "merged" else self.in_flight
 
     @property
     def resident_versions(self) -> int:

@@ -2,10 +2,10 @@
 
     newest of each adapter | one on its way | one that an evaluation keeps | old versions that sequences still use
              N             |       1        |              1               | finish: max_staleness x N
-                                                                           | interrupt: max_staleness
+                                                                           | otherwise: max_staleness
 
-Under ``finish`` every adapter's sequences may hold each version that is still trainable. Under ``interrupt`` sequences
-follow the newest version, so the adapters share the rest.
+Under ``finish`` every adapter's sequences may hold each version that is still trainable. Under ``interrupt`` and
+``keep`` sequences follow the newest version, so the adapters share the rest.
 
 A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
 

@@ -35,11 +35,6 @@ class ResidentVersion:
     lora_id: int = 0
     in_use: int = 0
 
-    @property
-    def engine_name(self) -> str:
-        """Name for the engine, whose prefix cache goes by it: never that of another version or incarnation."""
-        return f"{self.ref}#{self.lora_id}"
-
 
 class ServedVersions:
     """Slots 0..n_slots-1, each with at most one immutable version, for up to ``adapters`` adapters at a time.
@@ -63,6 +58,8 @@ class ServedVersions:
         self.session = 0
         self.pins: dict[AdapterRef, float] = {}
         self.lora_ids = itertools.count(1)  # ids for the engine, each used once
+        self.follow_ids: dict[str, int] = {}
+        """By adapter, the id of requests that the engine computes under its newest version (policy ``keep``)."""
         self.publishing: AdapterRef | None = None
 
     def reserve(self, ref: AdapterRef) -> int:
@@ -175,6 +172,8 @@ class ServedVersions:
         leaving = [self._residents.pop(ref) for ref in mine]
         for ref in mine:
             del self.active[ref]
+        if mine:
+            self.follow_ids.pop(name, None)  # requests that have it stay on the version that leaves
         self.left += leaving
         if lost is None:
             self.incarnations.pop(name, None)

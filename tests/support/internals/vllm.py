@@ -67,7 +67,8 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.v1.engine.core",
         name="EngineCore",
         members=("scheduler",),
-        why="the use of the KV cache is in statistics only, which cost time at every model step",
+        calls=(("collective_rpc", ("method", "args")),),
+        why="the use of the KV cache is in statistics only, which cost time at every model step; which requests wait",
     ),
     Used(
         module="vllm.v1.core.sched.interface",
@@ -193,8 +194,8 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.lora.worker_manager",
         name="WorkerLoRAManager",
         members=("_adapter_manager",),
-        calls=(("_load_adapter", ("lora_request",)),),
-        why="adapters arrive over the wire: vLLM loads files only",
+        calls=(("_load_adapter", ("lora_request",)), ("set_active_adapters", ("requests", "mapping"))),
+        why="adapters arrive over the wire: vLLM loads files only; requests change to another adapter as they run",
     ),
     Used(
         module="vllm.lora.model_manager",
@@ -210,6 +211,18 @@ INTERNALS: tuple[Used, ...] = (
         ),
         calls=(("remove_adapter", ("adapter_id",)),),
         why="which slot serves an adapter, set without a file and without eviction",
+    ),
+    Used(
+        module=f"{_LAYERS}.utils",
+        name="LoRAMapping",
+        members=("index_mapping", "prompt_mapping"),
+        why="as WorkerLoRAManager",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu_input_batch",
+        name="CachedRequestState",
+        members=("lora_request", "output_token_ids"),
+        why="which token is the first of a new version",
     ),
     Used(
         module="vllm.config.lora",

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from areal_lora.algorithms.alignment import FEWEST, is_shifted, shift_votes
+from areal_lora.algorithms.alignment import FEWEST, after_change, is_shifted, shift_votes
 
 SEEDS = range(40)
 
@@ -81,3 +81,23 @@ def test_no_pair_crosses_sequences() -> None:
     recorded = torch.tensor([0.0, -1.0, 0.0, -9.0])
     votes = shift_votes(recorded, recorded, torch.tensor([False, True, False, True]))
     assert sum(votes.values()) == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_after_a_change_of_version_in_their_answer_are_marked(seed: int) -> None:
+    """An oracle reads token by token; versions rise and stay within answers, and differ between them."""
+    rng = random.Random(seed)
+    versions, mask, want = [], [], []
+    for _ in range(rng.randint(0, 6)):
+        prompt, answer, version, changed = rng.randint(1, 4), rng.randint(0, 9), rng.randint(0, 3), False
+        versions += [-1] * prompt
+        mask += [False] * prompt
+        want += [False] * prompt
+        for t in range(answer):
+            if t and rng.random() < 0.3:
+                version, changed = version + 1, True
+            versions.append(version)
+            mask.append(True)
+            want.append(changed)
+    got = after_change(torch.tensor(versions, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
+    assert got.tolist() == want

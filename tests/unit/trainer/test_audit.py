@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_lora.algorithms.alignment import after_change
 from areal_lora.data.collate import contradiction, scoring_batch
 from areal_lora.errors import PublishError
 from areal_lora.trainer import audit as auditing
@@ -153,6 +154,24 @@ def test_another_temperature_or_policy_than_the_recorded_one_is_found() -> None:
     right = batch(1, "finish")
     for wrong in (right.rollout_logprobs * 1.3, torch.where(right.loss_mask, right.rollout_logprobs - 0.4, 0.0)):
         assert "do not confirm" in found(replace(right, rollout_logprobs=wrong), server(1e-6), FP32[0], 1).error
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kept_caches_are_no_contradiction_and_hide_none(seed: int) -> None:
+    """Records of tokens after a change differ from every version; those before are of theirs."""
+    right = batch(seed, "interrupt")
+    mixed = after_change(right.versions, right.loss_mask)
+    kept = replace(right, rollout_logprobs=torch.where(mixed, right.rollout_logprobs - 0.4, right.rollout_logprobs))
+
+    def judged(b: TrainBatch, *, kept_caches: bool) -> Audit:
+        return audit(choose(b, "math", seed, kept_caches=kept_caches), server(1e-6), FP32[0])
+
+    found = judged(kept, kept_caches=True)
+    assert found.error == ""
+    assert found.tokens == judged(right, kept_caches=False).tokens
+    assert (found.gap or 0.0) > 0.1, "the bill has it"
+    assert judged(kept, kept_caches=False).error
+    assert judged(replace(kept, rollout_logprobs=kept.rollout_logprobs * 1.5), kept_caches=True).error
 
 
 def test_one_sequence_on_the_other_side_of_a_tie_between_experts_is_no_contradiction() -> None:

@@ -88,7 +88,9 @@ class Trainer:
     """A trainer of one rank without servers, controller or disk: `train_step` and nothing around it."""
 
     def __init__(self, engine: RecordedEngine) -> None:
-        self.config = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish")
+        )
         self.engine, self.rank_0, self.publishing, self.checkpointing = engine, None, None, None
         self.control, self.spans = SoloExchange(), defaultdict(Spans)
 
@@ -210,6 +212,20 @@ def test_older_tokens_may_differ() -> None:
     report = _learn(RecordedEngine(batch.rollout_logprobs - 0.1), make_adapter(), batch)
     assert report.sums["stale_tokens"] == 7
     assert report.sums["stale_gap"] == pytest.approx(0.7, rel=1e-5)
+
+
+def test_tokens_of_kept_caches_are_not_of_the_version_alone() -> None:
+    """The last token of each answer comes after a change to the version in training."""
+    batch = _long(5, version=4)
+    last = torch.arange(batch.n_tokens) % 24 == 23
+    versions = torch.where(batch.loss_mask & ~last, 3, batch.versions)
+    engine = RecordedEngine(batch.rollout_logprobs - 0.1 * last, batch)
+    batch = replace(batch, versions=versions)
+    annotated = annotate(engine, make_adapter(), batch)
+    with pytest.raises(AlignmentError, match="same version"):
+        learn(engine, make_adapter(), annotated, version=4, base_dtype="float32", lr=0.5)
+    report = learn(engine, make_adapter(), annotated, version=4, base_dtype="float32", lr=0.5, kept_caches=True)
+    assert (report.sums["fresh_tokens"], report.sums["stale_tokens"]) == (0, 32 * 20)
 
 
 def _long(seed: int, version: int) -> TrainBatch:

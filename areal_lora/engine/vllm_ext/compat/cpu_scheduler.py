@@ -21,7 +21,7 @@ from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 
 ROUTES = "areal_lora_routes"
 """Key in vLLM's ``additional_config``: routes are returned. vLLM's own argument requires its second model runner."""
-_Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
+_Key: TypeAlias = tuple[str, str | None, tuple[int, ...]]
 
 
 def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
@@ -207,7 +207,7 @@ class GroupScheduler(Scheduler):
 
 def _key(request: Request) -> _Key:
     lora = request.lora_request
-    return (0 if lora is None else lora.lora_int_id, request.cache_salt, tuple(request.prompt_token_ids or ()))
+    return ("" if lora is None else lora.lora_name, request.cache_salt, tuple(request.prompt_token_ids or ()))
 
 
 def return_routes(worker: Any) -> None:

@@ -49,13 +49,35 @@ async def read_kv_cache_share(engine: AsyncLLM) -> float:
     return float(await engine.engine_core.call_utility_async(kv_cache_share.__name__))
 
 
+def follow_version(core: EngineCore, follow_id: int, lora_id: int) -> dict[str, tuple[int, int]]:
+    """From the next model step on, compute the requests with adapter id ``follow_id`` as those with ``lora_id``.
+
+    Return what each of them has by now: tokens sampled and tokens in the KV cache. As a method of vLLM's engine core:
+    workers do not know which requests wait.
+    """
+    sampled: dict[str, int] = core.collective_rpc("al_follow", args=(follow_id, lora_id))[0]
+    following = [
+        r for r in core.scheduler.requests.values() if r.lora_request and r.lora_request.lora_int_id == follow_id
+    ]
+    return {r.request_id: (sampled.get(r.request_id, 0), r.num_computed_tokens) for r in following}
+
+
+async def call_follow_version(engine: AsyncLLM, follow_id: int, lora_id: int) -> dict[str, tuple[int, int]]:
+    """`follow_version` of an engine of `start_engine`."""
+    found: dict[str, tuple[int, int]] = await engine.engine_core.call_utility_async(
+        follow_version.__name__, follow_id, lora_id
+    )
+    return found
+
+
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Start vLLM's engine (`fork_engines`). Call this once per process."""
     if current_platform.is_cpu():
         import_classes(arguments.model)
     fork_engines()
     FlatLogprobs.append_fast, FlatLogprobs.extend = append_kept, extend_kept
-    setattr(EngineCore, kv_cache_share.__name__, kv_cache_share)
+    for method in (kv_cache_share, follow_version):
+        setattr(EngineCore, method.__name__, method)
     config = arguments.create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 

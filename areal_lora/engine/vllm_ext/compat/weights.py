@@ -9,8 +9,8 @@ host copy in the plain order, as this worker holds it, and ``apply`` hands it to
 parameter is plain, and is overwritten in place, because CUDA graphs have its address.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from vllm.lora.layers import (
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
 from vllm.lora.utils import process_packed_modules_mapping
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -315,6 +316,38 @@ def deactivate(worker: Any, lora_id: int) -> None:
 def in_batch(worker: Any, lora_id: int) -> bool:
     """Whether a request with ``lora_id`` is in the worker's batch: a step that is scheduled may still compute it."""
     return bool(worker.model_runner.input_batch.lora_id_to_request_ids.get(lora_id))
+
+
+def serve_as(worker: Any, ids: Mapping[int, int]) -> None:
+    """Have a worker compute requests with an adapter id among ``ids`` as those with the id there.
+
+    ``ids`` may change between two engine steps: requests that run keep their KV cache, and vLLM's scheduler their id.
+    """
+    manager = worker.model_runner.lora_manager
+    plain = manager.set_active_adapters
+
+    def set_active_adapters(requests: set[LoRARequest], mapping: Any) -> None:
+        if ids:
+            requests = {
+                LoRARequest(
+                    lora_name=r.lora_name, lora_int_id=ids.get(r.lora_int_id, r.lora_int_id), lora_path=r.lora_path
+                )
+                for r in requests
+            }
+            of_tokens, of_samples = (
+                tuple(ids.get(i, i) for i in row) for row in (mapping.index_mapping, mapping.prompt_mapping)
+            )
+            mapping = replace(mapping, index_mapping=of_tokens, prompt_mapping=of_samples)
+        plain(requests, mapping)
+
+    manager.set_active_adapters = set_active_adapters
+
+
+def sampled(worker: Any, lora_id: int) -> dict[str, int]:
+    """How many tokens each request with ``lora_id`` has that the worker knows, by the engine's name of the request."""
+    running = worker.model_runner.requests.items()
+    ours = ((name, r) for name, r in running if r.lora_request is not None and r.lora_request.lora_int_id == lora_id)
+    return {name: len(request.output_token_ids) for name, request in ours}
 
 
 def refuse_files(worker: Any) -> None:

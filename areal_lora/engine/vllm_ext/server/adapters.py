@@ -10,9 +10,9 @@
 the previous versions keep serving.
 
 With merged rollouts the weights of the model are the one version. Then the commit comes between two requests, not
-only between two steps (`Gate`): pinned requests get half of the remaining time to end, rollouts are cut and continue
-on the new version, and cached blocks are dropped. A commit that fails leaves a mixture, and the server serves no
-version until one is written whole.
+only between two steps (`gate.Gate`): pinned requests get half of the remaining time to end, rollouts are cut and
+continue on the new version, and cached blocks are dropped. A commit that fails leaves a mixture, and the server serves
+no version until one is written whole.
 """
 
 import asyncio
@@ -22,12 +22,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_lora.engine.vllm_ext.compat.engine import call_follow_version
+from areal_lora.engine.vllm_ext.server.gate import Gate
 from areal_lora.engine.vllm_ext.worker import channel as workers
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.log import get_logger
@@ -48,97 +50,36 @@ PINNED_S = 10.0  # a version stays this long after a pinned request, for the nex
 PINNED_ALONE_S = 1.0  # where it holds up the next version
 
 
-@dataclass(slots=True, eq=False)
-class _Inside:
-    task: asyncio.Task[Any] | None
-    pinned: bool
-    ended: str = ""  # why the request was ended from outside
-
-
-class Gate:
-    """Holds requests back while a server's weights change (merged rollouts). Call it from one event loop only::
-
-        open     requests enter and leave; each is on the one version that the weights are
-        closing  none enters; those inside end: rollouts are cut, pinned requests fail with the reason
-        closed   none is inside: the weights may change
-
-    What waits at the gate starts on the next version. So no step of the model, and no cached block, mixes two versions.
-    """
-
-    def __init__(self) -> None:
-        self._open, self._left = asyncio.Event(), asyncio.Event()
-        self._open.set()
-        self._inside: set[_Inside] = set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    async def opened(self) -> None:
-        """Wait until requests may enter. Enter before the next ``await``."""
-        await self._open.wait()
-
-    @contextmanager
-    def inside(self, *, pinned: bool) -> Iterator[None]:
-        """Count a request in. Raises PublishError where the caller did not wait, UnknownVersionError if it is ended."""
-        if not self.is_open:
-            raise PublishError("the weights of this server are being replaced; try again")
-        request = _Inside(asyncio.current_task() if pinned else None, pinned)
-        self._inside.add(request)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not request.ended or request.task is None:
-                raise
-            request.task.uncancel()
-            raise UnknownVersionError(request.ended) from None
-        finally:
-            self._inside.discard(request)
-            self._left.set()
-
-    @property
-    def holds_pinned(self) -> bool:
-        return any(request.pinned for request in self._inside)
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Let no request enter meanwhile."""
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
-
-    def end_pinned(self, reason: str) -> int:
-        """End the pinned requests inside, and return how many."""
-        ended = [request for request in self._inside if request.pinned and request.task is not None]
-        for request in ended:
-            request.ended = reason
-            assert request.task is not None
-            request.task.cancel()
-        return len(ended)
-
-    async def empty(self, timeout_s: float) -> bool:
-        """Wait until no request is inside; False if one is, after ``timeout_s``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._inside:
-                    self._left.clear()
-                    await self._left.wait()
-        return not self._inside
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VersionLease:
-    """The version a request runs on while it holds the lease. ``name`` is the full name of that version.
+    """The version a request runs on while it holds the lease; without ``resident`` the base.
 
-    ``incarnation`` distinguishes adapters that have had the same name, one after the other.
+    ``lora`` names it for the engine. One that ``follows`` may move to newer versions: ``lora`` still names the first.
     """
 
-    name: str
-    ref: AdapterRef | None
-    lora: LoRARequest | None
-    incarnation: int = 0
+    resident: ResidentVersion | None = None
+    lora: LoRARequest | None = None
+    follows: bool = False
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        return None if self.resident is None else self.resident.ref
+
+    @property
+    def name(self) -> str:
+        """The full name of the version."""
+        return BASE if self.resident is None else str(self.resident.ref)
+
+    @property
+    def incarnation(self) -> int:
+        """Distinguishes adapters that have had the same name, one after the other."""
+        return 0 if self.resident is None else self.resident.incarnation
+
+    def move(self, versions: ServedVersions, ref: AdapterRef) -> None:
+        """Hold ``ref`` in place of the version held before."""
+        assert self.resident is not None
+        versions.release(self.resident)
+        self.resident = versions.acquire(str(ref))
 
 
 class ServedAdapters:
@@ -169,16 +110,26 @@ class ServedAdapters:
         self._leaving: set[int] = set()  # ids that no request can name, and that the engine's batch still uses
         self._dropping: asyncio.Task[None] | None = None
         self.interrupt: Callable[[AdapterRef], Awaitable[None]] | None = None
-        """Cuts the sequences on other versions than the given one. Awaited when requests can name it, before its
-        publish is acknowledged; with merged weights before it is committed; first of all where versions are lost."""
+        """Cuts the sequences on other versions than the given one. Awaited before it is committed with merged weights,
+        and first of all where versions are lost."""
+        self.switch: Callable[[AdapterRef], Awaitable[None]] | None = None
+        """Has sequences continue on the given version. Awaited when requests can name it, before its publish is
+        acknowledged."""
 
     @contextmanager
     def lease(
-        self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
+        self,
+        model: str,
+        *,
+        pinned: bool = False,
+        or_newer: bool = False,
+        incarnation: int | None = None,
+        follow: bool = False,
     ) -> Iterator[VersionLease]:
         """Hold the version that ``model`` names; with ``or_newer`` the newest of its adapter, if not older.
 
-        With ``incarnation`` only in that incarnation of the adapter.
+        With ``incarnation`` only in that incarnation of the adapter. With ``or_newer`` and ``follow`` the engine has
+        the request under the id that `follow` maps to newer versions, if there is one.
 
         ``pinned`` keeps the version for some seconds after the lease, unless a publish finds no other slot or a
         pinned request names another version of the adapter: there is a slot for one pin. Raises
@@ -188,20 +139,33 @@ class ServedAdapters:
             if not self.has_base:
                 raise UnknownVersionError("the weights of this server are a merged version; it serves no base")
             with self.gate.inside(pinned=False):
-                yield VersionLease(name=BASE, ref=None, lora=None)
+                yield VersionLease()
             return
         with self.gate.inside(pinned=pinned):
             resident = self.versions.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
             self._released.set()  # a pin may have ended
-            ref, name, lora_id = resident.ref, resident.engine_name, resident.lora_id
-            lora = None
+            lease = VersionLease(resident=resident)
             if not self._merged:
-                lora = LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=f"xccl://{name}")
+                follow_id = self.versions.follow_ids.get(resident.ref.name) if follow else None
+                lease.follows, lora_id = follow_id is not None, follow_id or resident.lora_id
+                # The engine's prefix cache goes by the name: of one version, one incarnation, pinned or following.
+                name = f"{resident.ref}#{lora_id}"
+                lease.lora = LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=f"xccl://{name}")
             try:
-                yield VersionLease(name=str(ref), ref=ref, lora=lora, incarnation=resident.incarnation)
+                yield lease
             finally:
-                self.versions.release(resident, time.monotonic() + self._pinned_s if pinned else None)
+                assert lease.resident is not None
+                self.versions.release(lease.resident, time.monotonic() + self._pinned_s if pinned else None)
                 self._released.set()
+
+    async def follow(self, ref: AdapterRef) -> dict[str, tuple[int, int]]:
+        """From the engine's next step on, compute requests that follow the adapter under ``ref``, its newest version.
+
+        Returns their tokens before it (`compat.engine.follow_version`); move their leases. Raises PublishError.
+        """
+        follow_id = self.versions.follow_ids.setdefault(ref.name, next(self.versions.lora_ids))
+        lora_id = self.versions.resolve(str(ref)).lora_id
+        return await _answer("al_follow", call_follow_version(self._engine, follow_id, lora_id))
 
     async def ping(self) -> None:
         """Ping every worker's background thread. Raises PublishError if one does not answer."""
@@ -245,8 +209,8 @@ class ServedAdapters:
             finally:
                 publish.end()
             reached("server.activated")
-            if self.interrupt is not None and not self._merged:
-                await self.interrupt(ref)
+            if self.switch is not None:
+                await self.switch(ref)
         phases = " ".join(f"{k} {v:.1f} ms" for k, v in reply.phases.items())
         log.info("%s is live in slot %d: %s", ref, commit.slot, phases)
         return reply
@@ -373,8 +337,9 @@ class ServedAdapters:
             log.info("%s retired from slot %d", resident.ref, resident.slot)
         self.has_base = self.has_base and not self._merged
         try:
-            answers: list[tuple[float, list[int]]] = await self._call(
-                "al_commit", commit.lora_id, commit.slot, commit.retired_ids
+            arguments = commit.lora_id, commit.slot, commit.retired_ids
+            answers: list[tuple[float, list[int]]] = await _answer(
+                "al_commit", self._engine.collective_rpc("al_commit", args=arguments)
             )
         except PublishError:
             await self._retire(commit.undo_ids)
@@ -390,15 +355,19 @@ class ServedAdapters:
 
     async def _retire(self, lora_ids: Iterable[int]) -> None:
         """Have the workers stop serving; what their batches still use is retried by `_stage`."""
-        self._leaving.update(*await self._call("al_retire", list(lora_ids)))
+        retiring = self._engine.collective_rpc("al_retire", args=(list(lora_ids),))
+        self._leaving.update(*await _answer("al_retire", retiring))
 
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension, between two model steps."""
-        try:
-            answers: list[Any] = await self._engine.collective_rpc(method, args=args)
-            return answers
-        except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
-            raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
+
+T = TypeVar("T")
+
+
+async def _answer(method: str, call: Awaitable[T]) -> T:
+    """Await a call of the engine, which answers between two model steps. Raises PublishError."""
+    try:
+        return await call
+    except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
+        raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
 
 
 def _deadline(timeout_s: float, came: float | None) -> float:

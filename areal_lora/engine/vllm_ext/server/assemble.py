@@ -20,7 +20,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
-from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.server.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.server.generate import Generator, RequestCounters
@@ -203,7 +203,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     generator = Generator(
         engine=engine, max_model_len=config.rollout.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
     )
-    await generator.score([0, 0], VersionLease(name=BASE, ref=None, lora=None))  # the first request takes seconds
+    await generator.score([0, 0], VersionLease())  # the first request takes seconds
     info = InfoReply(
         run=config.run.name,
         model=config.model.path,
@@ -221,7 +221,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     )
     tokenizer = engine.get_tokenizer()
     sampler = Sampler(
-        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
+        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), config.rollout.in_flight_policy
     )
     host = own_place(config.cluster, run_folder).address
     replays = config.behaviour.router_replay == "rollout"

@@ -105,22 +105,34 @@ class RequestCounters:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One request to the engine. ``enough``: the answer is complete and the reader has stopped.
+    """One request to the engine, which calls it ``engine_id``. ``enough``: the answer is complete and the reader has
+    stopped.
 
     ``priority`` and then ``arrived_s`` (``time.time``) order the engine's queue. ``follows`` is the request
     that was cut and that this one continues. ``place_free`` is set when the continuation is in the engine's queue,
-    or when no continuation will come.
+    or when no continuation will come. ``changes`` are versions (None: the base) with the number of the first token
+    that each sampled, and ``read`` tokens have been read. Those of one that is ``void`` are dropped.
     """
 
     request_id: str
-    ref: AdapterRef | None
-    incarnation: int = 0
+    lease: VersionLease
     arrived_s: float
+    engine_id: str = ""
     follows: EngineRequest | None = None
     priority: int = ROLLOUT
     cut: bool = False
     enough: bool = False
+    void: bool = False
+    changes: list[tuple[int, AdapterRef | None]]
+    read: int = 0
     place_free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def read_next(self, n: int) -> list[AdapterRef | None]:
+        """Read ``n`` tokens and return their versions."""
+        first, self.read = self.read, self.read + n
+        ends = [start for start, _ in self.changes[1:]] + [self.read]
+        runs = zip(self.changes, ends, strict=True)
+        return [ref for (start, ref), end in runs for _ in range(max(start, first), min(end, self.read))]
 
 
 @dataclass(slots=True)
@@ -161,6 +173,7 @@ class Generator:
                     arrival_time=request.arrived_s,
                     priority=request.priority,
                 )
+                request.engine_id = queue.request_id
             finally:
                 if request.follows is not None:
                     request.follows.place_free.set()
@@ -196,8 +209,8 @@ class Generator:
     ) -> EngineRequest:
         return EngineRequest(
             request_id=f"{lease.name}-{next(self._ids)}",
-            ref=lease.ref,
-            incarnation=lease.incarnation,
+            lease=lease,
+            changes=[(0, lease.ref)],
             follows=follows,
             priority=priority,
             arrived_s=time.time() if arrived_s is None else arrived_s,

@@ -7,9 +7,16 @@ becomes active, the server cuts every sequence and continues it on that version:
 
 The continuation is a new request of the engine, in the place of the first one: the engine reads the tokens so far
 again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
-Requests that are pinned, that score their prompt, that follow a grammar or that name the base are not cut.
 
-Merged rollouts always interrupt: a server has one version (`adapters.Gate`). There the sequences are cut before the new
+``keep`` (PipelineRL, arXiv 2509.19128): between two steps of the engine every sequence changes to the new version and
+keeps its KV cache; nothing is computed again. The distribution of a token after the change depends on keys and values
+that older versions computed: no version alone has its log-probability. The engine's process decides which token is the
+first of the new version (`compat.engine.follow_version`). A sequence without a token starts again under the new
+version, so that a token is of one version unless another one is before it in its answer.
+
+Requests that are pinned, that score their prompt, that follow a grammar or that name the base stay on their version.
+
+Merged rollouts always interrupt: a server has one version (`gate.Gate`). There the sequences are cut before the new
 version is written, and continue as soon as it is.
 """
 
@@ -26,6 +33,7 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs, SampleLogprobs
 from vllm.sampling_params import RequestOutputKind
 
+from areal_lora.config.sections.run import InFlight
 from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
@@ -102,12 +110,15 @@ class Sampler:
     """Run the data plane's requests. ``decode`` turns token ids into text."""
 
     def __init__(
-        self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], *, interrupt: bool
+        self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], in_flight: InFlight
     ) -> None:
-        self._generator, self._adapters, self._decode, self._interrupt = generator, adapters, decode, interrupt
+        self._generator, self._adapters, self._decode = generator, adapters, decode
+        self._changes, self._keeps = in_flight != "finish", in_flight == "keep"
         self._running: set[EngineRequest] = set()
-        if interrupt:
-            adapters.interrupt = self._cut
+        self._settled = asyncio.Event()  # cleared while it is not known which tokens are of the new version
+        self._settled.set()
+        if self._changes:
+            adapters.interrupt, adapters.switch = self._cut, self._keep if self._keeps else self._cut
 
     async def complete(
         self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool, delay_s: float = 0.0
@@ -127,7 +138,7 @@ class Sampler:
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
         await self._adapters.gate.opened()
-        newer = self._interrupt and not pinned and params.prompt_logprobs is None
+        newer = self._changes and not pinned and params.prompt_logprobs is None
         with self._adapters.lease(model, pinned=pinned, or_newer=newer) as lease:
             outputs = await all_of(
                 [
@@ -151,7 +162,7 @@ class Sampler:
                     yield part
             return
         await self._adapters.gate.opened()
-        newer = self._interrupt and not pinned and params.prompt_logprobs is None
+        newer = self._changes and not pinned and params.prompt_logprobs is None
         with self._adapters.lease(model, pinned=pinned, or_newer=newer) as lease:
             request = self._generator.new_request(lease, arrived_s)
             async with aclosing(self._generator.stream(ids, params, lease, request)) as outputs:
@@ -162,27 +173,55 @@ class Sampler:
     async def check(self, model: str, pinned: bool) -> None:
         """Raise UnknownVersionError if a request for ``model`` would."""
         await self._adapters.gate.opened()
-        with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
+        with self._adapters.lease(model, or_newer=self._changes and not pinned):
             pass
 
     def _cuttable(self, params: SamplingParams, model: str, pinned: bool) -> bool:
         whole = params.prompt_logprobs is not None or params.structured_outputs is not None
-        return self._interrupt and not pinned and model != BASE and not whole
+        return self._changes and not pinned and model != BASE and not whole
 
     def _count(self, prompts: Sequence[list[int]]) -> None:
         self._generator.counters.requests += len(prompts)
         self._generator.counters.prompt_tokens += sum(map(len, prompts))
 
-    # ------------------------------------------------------------ interrupt
+    # ------------------------------------------------------------ interrupt, keep
+
+    def _on_others(self, ref: AdapterRef) -> list[EngineRequest]:
+        """Sequences on other versions of the adapter. Those of a dropped adapter that had its name end as they are."""
+        incarnation = self._adapters.versions.incarnations.get(ref.name)
+        mine = ((t, t.lease.ref) for t in self._running if t.lease.incarnation == incarnation)
+        return [t for t, on in mine if on and on.name == ref.name and on != ref]
 
     async def _cut(self, ref: AdapterRef) -> None:
         """Cut all sequences on other versions of the adapter; ``_sequence`` continues them on the newest.
 
-        It ends those on a lost version: an error. Those of a dropped adapter that had the same name end as they are.
+        It ends those on a lost version: an error.
         """
-        incarnation = self._adapters.versions.incarnations.get(ref.name)
-        mine = [t for t in self._running if t.incarnation == incarnation and t.ref and t.ref.name == ref.name]
-        await self._generator.cut([t for t in mine if t.ref != ref])
+        await self._generator.cut(self._on_others(ref))
+
+    async def _keep(self, ref: AdapterRef) -> None:
+        """Have all sequences of the adapter continue on ``ref`` with their KV caches.
+
+        Cut those without a token, and those that do not follow it: versions were lost since they started.
+        """
+        cut: list[EngineRequest] = []
+        self._settled.clear()
+        try:
+            known = await self._adapters.follow(ref)
+            for request in self._on_others(ref):
+                sampled, computed = known.get(request.engine_id, (0, 0))
+                if not request.lease.follows:
+                    cut.append(request)
+                elif sampled:
+                    request.lease.move(self._adapters.versions, ref)
+                    request.changes.append((sampled, ref))
+                elif request.engine_id in known or not request.engine_id:  # others have ended
+                    request.void = True
+                    self._generator.counters.recomputed_tokens += computed
+                    cut.append(request)
+        finally:
+            self._settled.set()
+        await self._generator.cut(cut)
 
     async def _whole(
         self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
@@ -214,13 +253,18 @@ class Sampler:
                 if request is not None and not self._adapters.gate.is_open:
                     request.place_free.set()  # nothing else can take it before the gate opens
                 await self._adapters.gate.opened()
-                with self._adapters.lease(name, or_newer=True, incarnation=incarnation) as lease:
+                await self._settled.wait()
+                with self._adapters.lease(name, or_newer=True, incarnation=incarnation, follow=self._keeps) as lease:
                     request = self._generator.new_request(lease, arrived_s, follows=request)
                     self._running.add(request)
-                    outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, request)
+                    rest = continued(params, len(done), whole=lease.follows)
+                    outputs = self._generator.stream(ids + done, rest, lease, request)
                     try:
                         async for output in outputs:
-                            part = _part(output, output.outputs[0], lease, index)
+                            await self._settled.wait()
+                            if request.void:
+                                continue
+                            part = _part(output, output.outputs[0], lease, request, index)
                             if request.cut and part.finish_reason == CUT:
                                 part.finish_reason = None
                             if text is not None:
@@ -239,17 +283,23 @@ class Sampler:
                     finally:
                         self._running.discard(request)
                         await outputs.aclose()
-                self._generator.counters.interrupted += 1
-                self._generator.counters.recomputed_tokens += len(ids) + len(done)
+                if not request.void:
+                    self._generator.counters.interrupted += 1
+                    self._generator.counters.recomputed_tokens += len(ids) + len(done)
                 name, incarnation = lease.name, lease.incarnation
         finally:
             if request is not None:
                 request.place_free.set()
 
 
-def continued(params: SamplingParams, n: int) -> SamplingParams:
-    """Make ``params`` for the rest of a sequence after ``n`` tokens; this module makes the text, not the engine."""
+def continued(params: SamplingParams, n: int, *, whole: bool = False) -> SamplingParams:
+    """Make ``params`` for the rest of a sequence after ``n`` tokens; this module makes the text, not the engine.
+
+    With ``whole`` the engine may hold back all tokens until the last.
+    """
     rest = params.clone()
+    if whole and not params.detokenize:
+        rest.extra_args = (params.extra_args or {}) | {WHOLE: True}
     rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
     if params.max_tokens is not None:
         rest.max_tokens = params.max_tokens - n
@@ -276,14 +326,21 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def _part(
-    output: RequestOutput, sample: CompletionOutput, lease: VersionLease, index: int | None = None
+    output: RequestOutput,
+    sample: CompletionOutput,
+    lease: VersionLease,
+    request: EngineRequest | None = None,
+    index: int = 0,
 ) -> SampledPart:
+    """Of ``sample``, or of ``request`` alone, whose place in the answer is ``index``."""
+    n = len(sample.token_ids)
+    refs = [lease.ref] * n if request is None else request.read_next(n)
     return SampledPart(
-        index=sample.index if index is None else index,
-        ref=lease.ref,
+        index=sample.index if request is None else index,
+        ref=refs[-1] if refs else lease.ref,
         token_ids=list(sample.token_ids),
         logprobs=_rows(sample.logprobs),
-        versions=[lease.ref.version if lease.ref else -1] * len(sample.token_ids),
+        versions=[-1 if ref is None else ref.version for ref in refs],
         text=sample.text,
         finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],

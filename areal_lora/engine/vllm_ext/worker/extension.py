@@ -11,6 +11,7 @@ RPC; all other work is a command to a background thread (``channel``)::
     Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
+    al_follow  ----------------------------------------------> running requests change to it
     al_retire  ----------------------------------------------> slot is free again
 
 Merged weights are one version, without slots: they are received into host copies, which are not served, and al_commit
@@ -168,6 +169,8 @@ class AdapterSlots(StackedSlotWriter):
         self._worker = worker
         weights.refuse_files(worker)
         weights.enable_slots(worker)
+        self._served_as: dict[int, int] = {}  # ids of requests that follow an adapter, to that of its newest version
+        weights.serve_as(worker, self._served_as)
         super().__init__(weights.bound_matrices(worker), weights.adapter_manager(worker).lora_config.max_lora_rank)
 
     def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
@@ -178,11 +181,24 @@ class AdapterSlots(StackedSlotWriter):
 
     def retire(self, lora_ids: Sequence[int]) -> list[int]:
         """Stop serving versions, and return those that a request in the batch still uses."""
-        remaining = [lora_id for lora_id in lora_ids if weights.in_batch(self._worker, lora_id)]
+        remaining = [lora_id for lora_id in lora_ids if self._is_used(lora_id)]
         for lora_id in lora_ids:
             if lora_id not in remaining:
                 weights.deactivate(self._worker, lora_id)
+                for follow_id in self._following(lora_id):
+                    del self._served_as[follow_id]
         return remaining
+
+    def follow(self, follow_id: int, lora_id: int) -> dict[str, int]:
+        """Compute requests with ``follow_id`` as those with ``lora_id``; return how many tokens each has by now."""
+        self._served_as[follow_id] = lora_id
+        return weights.sampled(self._worker, follow_id)
+
+    def _following(self, lora_id: int) -> list[int]:
+        return [follow_id for follow_id, served in self._served_as.items() if served == lora_id]
+
+    def _is_used(self, lora_id: int) -> bool:
+        return any(weights.in_batch(self._worker, each) for each in (lora_id, *self._following(lora_id)))
 
 
 class _WorkerAdapters:
@@ -320,6 +336,15 @@ class AdapterWorkerExtension:
         started = time.perf_counter()
         remaining = self._al_state.held.commit(lora_id, slot, retired)
         return time.perf_counter() - started, remaining
+
+    def al_follow(self, follow_id: int, lora_id: int) -> dict[str, int]:
+        """Let the requests with ``follow_id`` change to a version, with the KV caches that they have (`keep`).
+
+        Returns how many tokens each has sampled before, by the engine's name of the request.
+        """
+        held = self._al_state.held
+        assert isinstance(held, AdapterSlots), "merged weights are one version"
+        return held.follow(follow_id, lora_id)
 
     def al_alive(self) -> None:
         """Answer between two model steps; an engine that hangs in a step does not answer."""

@@ -245,6 +245,7 @@ def test_a_worker_keeps_a_version_that_its_batch_uses() -> None:
             return True
 
     slots = AdapterSlots.__new__(AdapterSlots)
+    slots._served_as = {}
     manager, batch = Manager(), InputBatch.__new__(InputBatch)
     batch.lora_id_to_request_ids = {8: {"a request whose stop text was found in the server"}}
     runner = SimpleNamespace(input_batch=batch, lora_manager=SimpleNamespace(_adapter_manager=manager))
@@ -491,7 +492,7 @@ def test_a_request_for_a_version_or_newer_never_gets_an_older_one() -> None:
                 assert b.holds(*range(max(0, ref.version - 1), ref.version + 1)), "it can be requested already"
                 told.append(ref)
 
-            b.adapters.interrupt = tell
+            b.adapters.interrupt = b.adapters.switch = tell
             for version in range(5):
                 await b.publish(version)
             assert [ref.version for ref in told] == [0, 1, 2, 3, 4]
@@ -541,7 +542,7 @@ def test_lost_versions_end_with_their_requests_and_their_names_are_free() -> Non
 
             for version in range(3):
                 await b.publish(version, session=1)
-            b.adapters.interrupt = tell
+            b.adapters.interrupt = b.adapters.switch = tell
             with b.adapters.lease("a@v2") as old, b.adapters.lease("a@v2", pinned=True):
                 reply = await b.publish(1, session=2, resumed_from=1)
                 assert reply.ref == "a@v1"

@@ -138,7 +138,7 @@ class StandInDataPlane:
     """Answer ``POST /v1/completions`` with the bodies of the real server."""
 
     def __init__(self, config: Config, server: MemoryServer) -> None:
-        self._server, self._interrupt = server, config.rollout.interrupts
+        self._server, self._interrupt = server, config.rollout.in_flight_policy != "finish"
         self._tokenizer = Tokenizer.from_file(str(Path(config.model.folder) / "tokenizer.json"))
         self._token_s = float(os.environ.get(TOKEN_S, "0"))
 

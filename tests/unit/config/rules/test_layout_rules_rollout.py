@@ -67,6 +67,13 @@ def test_merged_rollouts_on_a_cpu_keep_experts_on_every_worker() -> None:
     assert "adapter_mode=unmerged" in found["rollout.expert_parallel"]
 
 
+def test_merged_rollouts_have_no_cache_of_another_version_to_keep() -> None:
+    found = merged("rollout.in_flight=keep")
+    assert list(found) == ["rollout.in_flight"]
+    assert "interrupt" in found["rollout.in_flight"]
+    assert merged("rollout.in_flight=interrupt") == {}
+
+
 def test_merged_rollouts_are_proposed_where_vllm_has_no_lora() -> None:
     """Dense layers among sparse ones, without the key that makes vLLM adapt them."""
     dense = {"decoder_sparse_step": 2, "mlp_only_layers": []}

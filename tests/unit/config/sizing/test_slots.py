@@ -13,7 +13,7 @@ def embedded(**rollout: object) -> Config:
     return load_config(files, [f"rollout.{key}={value}" for key, value in rollout.items()])
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "interrupt"])
+@pytest.mark.parametrize("in_flight", ["finish", "interrupt", "keep"])
 @pytest.mark.parametrize("max_staleness", range(4))
 def test_one_adapter_has_its_versions_one_on_its_way_and_one_for_an_evaluation(
     in_flight: str, max_staleness: int
@@ -25,7 +25,7 @@ def test_one_adapter_has_its_versions_one_on_its_way_and_one_for_an_evaluation(
 
 @pytest.mark.parametrize(
     ("in_flight", "max_staleness", "slots", "kept"),
-    [("interrupt", 0, 35, 1), ("interrupt", 2, 37, 1), ("finish", 0, 35, 1), ("finish", 2, 101, 3)],
+    [("interrupt", 0, 35, 1), ("interrupt", 2, 37, 1), ("keep", 2, 37, 1), ("finish", 0, 35, 1), ("finish", 2, 101, 3)],
 )
 def test_many_adapters_share_what_is_not_their_newest_version(
     in_flight: str, max_staleness: int, slots: int, kept: int

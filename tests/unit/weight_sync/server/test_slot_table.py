@@ -159,7 +159,7 @@ def test_a_dropped_adapter_is_gone_at_once_and_its_slots_when_its_requests_end()
     slot = t.reserve(ref(0))  # the name begins anew beside its last request
     activate(t, 0)
     assert (slot != used.slot, t.incarnations["a"] > incarnation) == (True, True)
-    assert t.resolve("a").engine_name != used.engine_name
+    assert t.resolve("a").lora_id != used.lora_id
     assert (t.retire_left(), t.left) == ([], [used])
     t.release(used)
     assert ([r.slot for r in t.retire_left()], t.left) == ([used.slot], [])
