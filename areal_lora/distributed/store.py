@@ -38,7 +38,7 @@ WIRE = Wire(
 class StoreCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A method of ``dist.Store`` that returns at once."""
 
-    method: Literal["set", "add", "append", "compare_set", "multi_set", "delete_key", "check", "num_keys"]
+    method: Literal["set", "add", "compare_set", "delete_key", "check", "num_keys"]
     arguments: tuple[Any, ...] = ()
 
 
@@ -75,9 +75,8 @@ class KeyTable:
         except (TypeError, ValueError) as error:
             self._answer(sender, StoreReply(error=f"{request.method} of {request.arguments[:1]}: {error}"))
             return
-        if request.method in ("set", "add", "append", "compare_set", "multi_set"):
-            keys = request.arguments[0] if request.method == "multi_set" else request.arguments[:1]
-            for waiter in [waiter for key in keys for waiter in self._waiting.pop(key, ())]:
+        if request.method in ("set", "add", "compare_set"):
+            for waiter in self._waiting.pop(request.arguments[0], ()):
                 self._await(*waiter)
         self._answer(sender, StoreReply(result))
 
@@ -122,9 +121,9 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     """Client of a ``StoreServer`` for any number of threads. The constructor connects.
 
     Methods and errors are those of ``torch.distributed.TCPStore``: DistStoreError if a key is not set in time,
-    DistNetworkError if the server has ended. What torch uses only where a store has it is missing: queues,
-    ``list_keys``. A server that ends wakes all waiting threads. The store keeps itself alive until ``close``: process
-    groups hold only its C++ half, which cannot work alone.
+    DistNetworkError if the server has ended. What torch uses only where a store has it is missing: appending,
+    setting several keys at once, queues, ``list_keys``. A server that ends wakes all waiting threads. The store keeps
+    itself alive until ``close``: process groups hold only its C++ half, which cannot work alone.
 
     The constructor lets gloo read the addresses of all ranks in one request: a group of N ranks is 2 N requests of the
     server, without it 2 N^2.
@@ -164,23 +163,17 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     def add(self, key: str, amount: int) -> int:
         return int(self._call(StoreCall("add", (key, amount))))
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._call(StoreCall("append", (key, value)))
-
     def get(self, key: str) -> bytes:
-        return bytes(self._await([key], None, fetch=True)[0])
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(keys, None, fetch=True)  # type: ignore[no-any-return]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._call(StoreCall("multi_set", (list(keys), list(values))))
+        return list(map(bytes, self._call(Await(list(keys), fetch=True))))
 
     def has_extended_api(self) -> bool:
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, timeout, fetch=False)
+        self._call(Await(list(keys), fetch=False), None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._call(StoreCall("check", (list(keys),))))
@@ -201,10 +194,6 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
         return self
 
     # ------------------------------------------------------------ requests
-
-    def _await(self, keys: Sequence[str], timeout: timedelta | None, *, fetch: bool) -> Any:
-        timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
-        return self._call(Await(list(keys), fetch), timeout_s)
 
     def _call(self, request: StoreCall | Await, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s

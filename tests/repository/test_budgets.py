@@ -24,40 +24,40 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 869,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
-    "algorithms": 1472,  # objectives and masks of 2026; distillation; mismatch by six causes; own loss and advantage
-    "checkpoint": 1452,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2330,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4543,  # remote, its store; groups; cp, profile; environments; routes; served models; replaced keys; GDPO
-    "data": 810,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
-    "distributed": 379,  # scatter
-    "doctor": 1021,
-    "engine": 11016,  # structured outputs; remote servers, a store, differences; routes; kept ids; virtual stages
-    "families": 1429,  # FLOPs of passes; sizes of routes
-    "launcher": 4669,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "": 845,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
+    "algorithms": 1483,  # objectives and masks of 2026; distillation; mismatch by six causes; own loss and advantage
+    "checkpoint": 1437,  # a save starts before its copies are complete; files are synced as they are written
+    "cli": 2304,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "config": 4390,  # remote, its store; groups; cp, profile; environments; routes; served models; GDPO; kept caches
+    "data": 796,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
+    "distributed": 371,  # scatter
+    "doctor": 994,
+    "engine": 11110,  # structured outputs; remote servers, store, differences; routes; kept ids, caches; virtual stages
+    "families": 1392,  # FLOPs of passes; sizes of routes
+    "launcher": 4623,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 472,  # loss, advantage
-    "network": 1021,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4677,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
-    "operations": 587,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
+    "network": 1010,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
+    "obs": 4631,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
+    "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
-    "processes": 463,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
+    "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8075,  # workers, OpenEnv; solved shares; streams, Anthropic, grammars; waiting prompts; sample time-outs
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
-    "service": 5560,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
-    "tasks": 3180,  # the time of scoring; reward models
-    "trainer": 4099,  # parts of a batch, routes, kept ids; six causes of a mismatch; which passes join; states copied between operations
-    "weight_sync": 5537,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
+    "service": 5526,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "tasks": 3123,  # the time of scoring; reward models
+    "trainer": 4120,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; states copied between operations
+    "weight_sync": 5493,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
     "largest folder": 12,
-    "share of imports": 0.1001,
+    "share of imports": 0.0992,
     "classes over 15 methods": 3,
     "class names used twice": 0,
     "file names used twice": 5,
     "participles as class names": 2,
     "register words per 1,000 lines": 0.17,
-    "broad excepts per 1,000 lines": 0.62,
+    "broad excepts per 1,000 lines": 0.56,
     "longest file": 411,
 }
 FILES = {"__init__", "main"}
