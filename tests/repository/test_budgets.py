@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
     "service": 5526,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3123,  # the time of scoring; reward models
-    "trainer": 4120,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; states copied between operations
+    "trainer": 4120,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; copies between operations
     "weight_sync": 5493,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
 }
 """Lines of each room; those of the package's own files are under the empty name."""
