@@ -181,7 +181,7 @@ class Controller:
         self._evals.pending.add(ref.version)
         self._evals.newest = max(self._evals.newest, ref.version)
 
-    def ignored(self, *_: Any) -> None:
+    def ignored(self, *_: Any, **__: Any) -> None:
         pass
 
     def collect(self, name: str, *, wait: bool = False) -> None:

@@ -104,7 +104,7 @@ class Worker:
 
         monkeypatch.setattr(extension._WorkerAdapters, "_staged", record)
         runner = SimpleNamespace(
-            lora_manager=SimpleNamespace(_adapter_manager=self.manager),
+            lora_manager=SimpleNamespace(_adapter_manager=self.manager, set_active_adapters=None),
             input_batch=SimpleNamespace(lora_id_to_request_ids={}),
         )
         setup = extension.WorkerSetup(
