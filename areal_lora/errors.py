@@ -18,6 +18,8 @@ ArealLoraError
 │   └── UserCodeError    a reward, environment, agent or workflow fails on whatever it gets
 ├── CheckpointError      checkpoints cannot be written, or no existing one can be read
 ├── RecordError          records of the run cannot be written
+├── RequestError         the service refuses a request
+│   └── Unavailable      until its files can be read and written again
 ├── ProcessFailed        a supervised process ended
 ├── RunFailed            a run that was started from Python ended before its last step
 │   └── RunInterrupted   by a signal
@@ -173,6 +175,27 @@ class CheckpointError(ArealLoraError):
 
 class RecordError(ArealLoraError):
     exit_code = ExitCode.DISK
+
+
+class RequestError(ArealLoraError):
+    """A request that gets ``status`` and a body with path, reason and fix, and ``retry_s`` as ``Retry-After``."""
+
+    def __init__(self, path: str, reason: str, fix: str = "", *, status: int = 422, retry_s: int | None = None) -> None:
+        self.status, self.path, self.reason, self.fix, self.retry_s = status, path, reason, fix, retry_s
+        super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
+
+
+class Unavailable(RequestError):
+    """The service cannot read or write its files at present; the same request succeeds once it can."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        fix = "repeat the request later; the operator frees or repairs the disk"
+        super().__init__("service", reason, fix, status=status)
+
+
+def internal_error() -> RequestError:
+    fix = "repeat the request; the service's log has the traceback"
+    return RequestError("service", "an internal error, nothing was changed", fix, status=500)
 
 
 class ProcessFailed(ArealLoraError):

@@ -33,7 +33,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import joined, own_path
 from areal_lora.config.sections import task as sections
 from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
-from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
+from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, RequestError, Unavailable
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.atomic import write_file
@@ -44,7 +44,6 @@ from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, Verb, digest_
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Lora
-from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.tasks.check import joining
 
 log = get_logger(__name__)

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from areal_lora.config.models import Config
+from areal_lora.errors import RequestError
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import http
@@ -23,9 +24,9 @@ from areal_lora.service.acceptance import Acceptance
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
 from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
+from areal_lora.service.queue.client_sessions import unknown_adapter
 from areal_lora.service.queue.queue_rows import TENANT, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
-from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.service.tinker.routes import Sdk
 
 JSON = "application/json"
@@ -229,4 +230,4 @@ def _shown(row: AdapterRow, seen: ObservedAdapter) -> dict[str, Any]:
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     reason = "this path does not take the method" if status == 405 else "there is no such path"
-    return RequestError("path", reason, "see the service page for the paths", status=status).response()
+    return http.refusal(RequestError("path", reason, "see the service page for the paths", status=status))

@@ -29,11 +29,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from areal_lora.checkpoint.recover import NEWEST, Version, pick_version, saved_version
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import alone, joined
-from areal_lora.errors import AdapterError, CheckpointError, ConfigError
+from areal_lora.errors import AdapterError, CheckpointError, ConfigError, RequestError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.http import Stream
-from areal_lora.service.refused import RequestError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMPLETE = "checkpoint_complete"

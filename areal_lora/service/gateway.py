@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 from starlette.responses import Response
 
+from areal_lora.errors import RequestError
 from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
 from areal_lora.network.tls import Plane, authorization, client_context
@@ -26,7 +27,6 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_files, read_endpoint, read_secret
 from areal_lora.service.http import Stream
 from areal_lora.service.queue.queue_rows import Quota
-from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)

@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from areal_lora.errors import RequestError, internal_error
 from areal_lora.processes.log import get_logger
 from areal_lora.service.queue.queue_rows import Key, Quota, Tables, digest_of
-from areal_lora.service.refused import RequestError, internal_error
 
 log = get_logger(__name__)
 
@@ -72,16 +72,22 @@ def unguarded(method: str, path: str, handler: Callable[[Request], Awaitable[Ans
             found = await handler(request)
             return found if isinstance(found, Response) else answer(found)
         except RequestError as refused:
-            return refused.response()
+            return refusal(refused)
         except Exception:  # fault boundary: one request
             log.exception("%s %s failed", request.method, request.url.path)
-            return internal_error().response()
+            return refusal(internal_error())
 
     return Route(path, handle, methods=[method])
 
 
 def answer(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def refusal(refused: RequestError) -> Response:
+    body = msgspec.json.encode({"error": {"path": refused.path, "reason": refused.reason, "fix": refused.fix}})
+    headers = {} if refused.retry_s is None else {"Retry-After": str(refused.retry_s)}
+    return Response(body, refused.status, headers, media_type="application/json")
 
 
 def caller_of(request: Request, tables: Tables) -> Caller:

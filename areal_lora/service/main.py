@@ -21,7 +21,7 @@ from functools import partial
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
-from areal_lora.errors import ArealLoraError, ExitCode
+from areal_lora.errors import ArealLoraError, ExitCode, Unavailable
 from areal_lora.network.http_server import CLOSE_S, HttpServer, listening
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
@@ -40,7 +40,6 @@ from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, Quota
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer
-from areal_lora.service.refused import Unavailable
 from areal_lora.service.tinker.routes import Sdk
 
 ROLE = "service"

@@ -27,9 +27,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from areal_lora.errors import ArealLoraError, EnvironmentError_
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.tasks.reward_calls import RewardCall, Score, ScoreItem, Style, cause_of, describe, trace
 from areal_lora.tasks.rewards import grade, reward_call
-from areal_lora.tasks.sandbox.fence import Deadline, Doors, end_with_parent, raise_fence
+from areal_lora.tasks.sandbox.fence import Deadline, Doors, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.types import Cause, Outcome
 
@@ -266,7 +267,7 @@ def keep_group(parent_pid: int) -> int:
     if child == 0:
         return own_pid
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    end_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     if os.getppid() == parent_pid:
         os.closerange(0, 64)  # the pipes are the child's
         os.waitpid(child, 0)

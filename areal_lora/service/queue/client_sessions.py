@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import LoadState, Publish
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode
 from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, load
-from areal_lora.service.refused import RequestError, unknown_adapter
 from areal_lora.types import AdapterPhase
 
 MAX_SESSIONS, MAX_SAMPLERS = 256, 4096
@@ -254,3 +254,8 @@ def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.OpenOperation]
         if row is None or deleted or phases.get(row.key) in CARRIED_OUT[row.wanted]:
             done.append(each)
     return done
+
+
+def unknown_adapter(name: str) -> RequestError:
+    """Also for the adapters of others: that they exist is not shown."""
+    return RequestError("name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters", status=404)

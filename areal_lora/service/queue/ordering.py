@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Pass, Poison, What, ends_window
 from areal_lora.service.queue.queue_rows import Quota
-from areal_lora.service.refused import RequestError
 
 GAP_S = 360.0
 """Clients repeat a request for up to five minutes."""

@@ -15,13 +15,13 @@ import msgspec
 
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
+from areal_lora.errors import RequestError
 from areal_lora.processes.log import get_logger
 from areal_lora.service.observed import ObservedAdapter, RunObserver
 from areal_lora.service.queue.client_sessions import end_session, leave
 from areal_lora.service.queue.queue_rows import Verb
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
-from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from areal_lora.errors import RequestError, Unavailable
 from areal_lora.operations.link import SendWindows, ServiceEnd
 from areal_lora.operations.protocol import Acknowledgement, Durable, Expects, OperationCompletion, ToService
 from areal_lora.processes.log import get_logger
@@ -29,7 +30,6 @@ from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, m
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
-from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)

@@ -14,11 +14,10 @@ from typing import Any, Generic, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
-from areal_lora.errors import ConfigError, RecordError, undo_on_error
+from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable, undo_on_error
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue import queue_rows
-from areal_lora.service.refused import RequestError, Unavailable
 
 MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
 """Deleted adapters, and operations that were carried out, that are kept of a tenant."""

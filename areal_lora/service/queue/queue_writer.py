@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_lora.errors import RecordError
+from areal_lora.errors import RecordError, RequestError, Unavailable, internal_error
 from areal_lora.operations.protocol import DropState
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
@@ -32,7 +32,6 @@ from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, car
 from areal_lora.service.queue.queue_rows import AdapterRow, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
-from areal_lora.service.refused import RequestError, Unavailable, internal_error
 
 log = get_logger(__name__)
 

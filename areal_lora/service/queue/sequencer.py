@@ -7,12 +7,12 @@ from typing import TypeAlias, cast
 
 import msgspec
 
+from areal_lora.errors import RequestError
 from areal_lora.operations import protocol
 from areal_lora.processes.log import get_logger
 from areal_lora.service.queue import ordering, requests
 from areal_lora.service.queue.queue_rows import STATE_NAME, Kind, Model, SamplingSession, SavedState, sampler_id
 from areal_lora.service.queue.queue_store import SAMPLERS, STATES, Transaction, unknown
-from areal_lora.service.refused import RequestError
 
 LOST = protocol.OperationFailure(reason="a restart of the trainer has lost what came of it", by_client=False)
 KEPT_FAILED = 512

@@ -29,6 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
+from areal_lora.errors import RequestError
 from areal_lora.network.tls import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -39,7 +40,6 @@ from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import SCHEME, Kind, Model, SavedState, model_id
 from areal_lora.service.queue.queue_store import SAMPLERS, SESSIONS
 from areal_lora.service.queue.requests import ActionResult
-from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.sample_tasks import Base, of_attention
 

@@ -16,8 +16,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
 from google.protobuf.message import DecodeError
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass, PassResult
-from areal_lora.service.refused import RequestError
 
 STOP, LENGTH = 0, 1
 """Reasons why a sequence ended."""

@@ -20,13 +20,13 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OptimStep, Poison
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import http
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.checkpoints import (
     BETWEEN,

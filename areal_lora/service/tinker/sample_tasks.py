@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import served_targets
+from areal_lora.errors import RequestError, Unavailable
 from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.operations.protocol import OperationFailure
 from areal_lora.processes.log import get_logger
@@ -24,7 +25,6 @@ from areal_lora.service.http import Answered, Caller, Guard, as_object, body_of,
 from areal_lora.service.queue.client_sessions import kept_samples, open_sampler
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.requests import Lora, Pending
-from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import sdk_bodies
 
 log = get_logger(__name__)

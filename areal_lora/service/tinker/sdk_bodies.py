@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OperationFailure, PassResult, StepResult
 from areal_lora.service.http import Answered
 from areal_lora.service.queue import requests
-from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import passes
 from areal_lora.service.tinker.passes import scored_body
 

@@ -26,11 +26,12 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox import seccomp
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 38, 24
+_PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 38, 24
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _AMBIENT_RAISE = 8, 47, 2
 _CAP_DAC_READ_SEARCH = 2
@@ -83,7 +84,7 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
     It ends with its parent.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    end_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(0)  # the parent ended before prctl
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -105,7 +106,7 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
         _set_capabilities(libc, 0, inherited=False)
     else:
         _set_capabilities(libc, 1 << _CAP_DAC_READ_SEARCH, inherited=inherited)
-    end_with_parent(signal.SIGKILL)  # a change of the user has forgotten it
+    die_with_parent(signal.SIGKILL)  # a change of the user has forgotten it
     if doors.processes.several:
         _limit_processes()
     if not seccomp.install(network=doors.network, processes=doors.processes):
@@ -114,11 +115,6 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
             resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     forbid_in_python(network=doors.network, processes=doors.processes.several)
     return missing
-
-
-def end_with_parent(by: signal.Signals) -> None:
-    """Have the kernel send this process ``by`` when its parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def forbid_in_python(*, network: bool = False, processes: bool = False) -> None:

@@ -6,12 +6,12 @@ import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
+from areal_lora.errors import RequestError
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import insert_model, open_session
 from areal_lora.service.queue.queue_rows import SCHEMA, AdapterRow, Quota, Tables
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.requests import CreateModel, Lora
-from areal_lora.service.refused import RequestError
 
 QUOTA = Quota(
     adapters=4, rank=8, weight=1.0, operations=9, body_kib=1, sequences=64, problems=9, workers=1, queued=8, saved=3

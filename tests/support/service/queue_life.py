@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.observed import ObservedAdapter
@@ -21,7 +22,6 @@ from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
-from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 from tests.support.service.queue import LORA, QUOTA, STEP, WAIT_S, accept, tokens
 

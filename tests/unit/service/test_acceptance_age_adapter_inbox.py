@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from areal_lora.errors import RequestError, Unavailable
 from areal_lora.service.acceptance import FolderInbox
-from areal_lora.service.refused import RequestError, Unavailable
 
 
 class Taken:

@@ -9,9 +9,9 @@ import pytest
 
 from areal_lora.config.models import AdapterConfig
 from areal_lora.config.sections.run import ApiConfig
+from areal_lora.errors import RequestError
 from areal_lora.service.acceptance import allowed
 from areal_lora.service.queue.queue_rows import Quota
-from areal_lora.service.refused import RequestError
 from tests.support.service.running import section
 
 CODE, FILTER = "my_rewards:exact", "/srv/filters.py:short"

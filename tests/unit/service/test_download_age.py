@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from areal_lora.errors import RequestError
 from areal_lora.service.download import CHUNK_BYTES, encrypted, recipient_key
-from areal_lora.service.refused import RequestError
 from tests.support.wheels import installed
 
 KEYS = "import pyrage, json; ids = [pyrage.x25519.Identity.generate() for _ in range(2)];"

@@ -9,9 +9,9 @@ from io import BytesIO
 import pytest
 from starlette.types import Message
 
+from areal_lora.errors import RequestError
 from areal_lora.service import http
 from areal_lora.service.download import MAX_DOWNLOADS, Download, Downloads, downloaded
-from areal_lora.service.refused import RequestError
 
 
 def test_the_files_of_a_download_are_closed_once_its_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lora.errors import RequestError
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, carried_out, changed, create
 from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
-from areal_lora.service.refused import RequestError
 from areal_lora.types import AdapterPhase
 
 QUOTA = Quota(adapters=2, rank=8, weight=1.0, operations=3, body_kib=1, sequences=64, problems=9, workers=1)

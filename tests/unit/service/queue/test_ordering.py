@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
 from areal_lora.service.queue.ordering import (
     GAP_S,
@@ -19,7 +20,6 @@ from areal_lora.service.queue.ordering import (
     spoiled,
     too_long,
 )
-from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA
 
 NONE = QueueUsage(queued=0, n_bytes=0)

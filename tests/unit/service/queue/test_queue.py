@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import pytest
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
+from areal_lora.service.http import refusal
 from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, set_ttl, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
@@ -17,7 +19,6 @@ from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Pending, Save, SaveForSampler, Train
-from areal_lora.service.refused import RequestError
 from tests.support.operations.scripted_trainer import scores
 from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
 
@@ -243,7 +244,7 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                     with pytest.raises(RequestError) as refused:
                         await call(asked)
                     assert refused.value.status == 404, what
-                    reasons.append(refused.value.response().body.decode().replace(asked, "NAME"))
+                    reasons.append(refusal(refused.value).body.decode().replace(asked, "NAME"))
                 assert odd != name
                 assert reasons[0] == reasons[1], what
             assert await queue.change(lambda tx: saved(tx, "bolt")) == []

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.errors import ConfigError, RecordError
+from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, changed, create
 from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import Store
-from areal_lora.service.refused import RequestError, Unavailable
 
 QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
 

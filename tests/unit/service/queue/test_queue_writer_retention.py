@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import (
     Datum,
     LoadState,
@@ -21,7 +22,6 @@ from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, SaveForSampler, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
-from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import QUOTA, Ledger
 
 PASS = Train(what=Pass(data=(), loss=Loss.DRO))

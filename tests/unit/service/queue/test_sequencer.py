@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.link import SendWindows
 from areal_lora.operations.protocol import (
     Acknowledgement,
@@ -44,7 +45,6 @@ from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.queue_writer import seal
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
-from areal_lora.service.refused import RequestError
 from tests.support.service.ledger import Ledger
 from tests.support.sizes import NIGHTLY, size
 

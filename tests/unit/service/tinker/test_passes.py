@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
-from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker.passes import INT64, ForwardBackwardRequest, PassRequest, read_pass, scored_body
 from areal_lora.service.tinker.sdk_bodies import read_sample, sampled_body
 from tests.support.paths import ROOT

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from aiohttp import web
 
+from areal_lora.errors import RequestError, Unavailable
 from areal_lora.service.gateway import n_tokens
 from areal_lora.service.queue.client_sessions import kept_samples
 from areal_lora.service.queue.queue_rows import SavedState
-from areal_lora.service.refused import RequestError, Unavailable
 from areal_lora.service.tinker import sample_tasks
 from areal_lora.service.tinker.checkpoints import Exports
 from areal_lora.service.tinker.sample_tasks import Sampling

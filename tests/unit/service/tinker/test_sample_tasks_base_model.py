@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.service.refused import RequestError
+from areal_lora.errors import RequestError
 from areal_lora.service.tinker.sample_tasks import Base
 from tests.support.service.running import service_config
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody
+from areal_lora.errors import RequestError
 from areal_lora.network.http_server import prompts_of
-from areal_lora.service.refused import RequestError
 from areal_lora.service.tinker import passes
 from areal_lora.service.tinker.sdk_bodies import completion, read_sample, sampled_body
 
