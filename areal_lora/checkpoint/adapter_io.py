@@ -28,7 +28,7 @@ from areal_lora.families import peft_folder
 from areal_lora.families.family import Scope
 from areal_lora.families.registry import target_of
 from areal_lora.families.safetensors_head import head_of
-from areal_lora.run_folder.atomic import sync_folder, write_file
+from areal_lora.run_folder.paths import sync_folder, write_file
 from areal_lora.types import AdapterSpec
 
 _EXPERT = re.compile(r"(layers\.\d+\.).*\.experts\.0\.[^.]+$")

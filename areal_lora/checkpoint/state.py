@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_lora.errors import CheckpointError
 from areal_lora.families.safetensors_head import head_of, read_head
-from areal_lora.run_folder.atomic import sync_folder
+from areal_lora.run_folder.paths import sync_folder
 from areal_lora.types import AdapterSpec
 
 FORMAT = 2

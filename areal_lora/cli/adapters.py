@@ -23,8 +23,7 @@ import typer
 from areal_lora.cli.find_run import aligned, find_run, run_names
 from areal_lora.config.load import read_source
 from areal_lora.errors import ConfigError, RolloutError
-from areal_lora.run_folder.atomic import replacing
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, replacing
 from areal_lora.run_folder.rendezvous import read_endpoint
 
 Run = Annotated[

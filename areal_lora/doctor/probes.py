@@ -28,7 +28,7 @@ from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import NO_FLOCK
 from areal_lora.network.addresses import find_place, set_variables
-from areal_lora.run_folder.atomic import sync_folder, write_file
+from areal_lora.run_folder.paths import sync_folder, write_file
 
 
 class RoleFacts(msgspec.Struct, frozen=True, kw_only=True):

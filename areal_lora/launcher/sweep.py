@@ -31,8 +31,7 @@ from areal_lora.obs.metrics import records as r
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder import desired as state
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.types import AdapterPhase
 
 SHARED = ("name", "steps", "seed", "task", "workflow")

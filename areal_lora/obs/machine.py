@@ -19,8 +19,7 @@ import psutil
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.startup import VISIBLE
 from areal_lora.processes.watched import watched_thread
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.status import STALE_S
 
 EVERY_S = 10.0

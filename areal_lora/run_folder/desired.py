@@ -16,8 +16,7 @@ import msgspec
 
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 

@@ -1,4 +1,4 @@
-"""The run folder: every file and folder that the processes of a run share, by name.
+"""The run folder: every file and folder that the processes of a run share, by name; files written whole or not at all.
 
 No other module of the package spells one of these names. Readers of a finished run take a plain path too and convert it
 with :meth:`RunFolder.of`.
@@ -10,9 +10,55 @@ What describes the living processes of a Slurm job (secret, endpoints, statuses,
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import BinaryIO, overload
+
+from areal_lora.errors import CheckpointError, undo_on_error
+
+
+def write_file(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
+    """Write ``content`` (text as UTF-8) in one step; see `replacing`. Raises OSError that names ``path``."""
+    try:
+        with replacing(path, mode=mode, durable=durable) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:  # that of a write names no file, others the temporary one
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
+    """A new file beside ``path`` that replaces it at the end of the block, or is removed if the block raises.
+
+    ``mode`` is that of a new file, which the umask restricts. ``durable``: content and name survive a loss of power
+    that comes after the block. Hosts, processes and threads may write one file at the same time: the last one wins.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident():x}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed and had the same id
+    with undo_on_error(partial(temporary.unlink, missing_ok=True)):
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in ``path`` survive a loss of power. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
 
 SESSION_VARIABLE = "AREAL_LORA_SESSION"
 """Names the session of a Slurm job to all its processes."""
@@ -105,7 +151,7 @@ class RunFolder:
     judge = FolderEntry("judge")
     """Folder with the replies of judges (``tasks.judge``); their scorer processes may write it."""
     trainer_session = FolderEntry("trainer_session")
-    """Counts the starts of the trainer (``run_folder.trainer_session``)."""
+    """Counts the starts of the trainer (`raise_session`)."""
     checkpoints = FolderEntry("checkpoints")
     """Folder with one folder per adapter (``checkpoint.checkpoint_store``)."""
     saved_states = FolderEntry("states")
@@ -196,3 +242,22 @@ class RunFolder:
     """
     requeue_request = FolderEntry("requeue-requested", of_session=True)
     """Exists when USR1 has reached a task: the job is to be requeued."""
+
+
+def raise_session(run_folder: RunFolder) -> int:
+    """The number of the trainer's session: the next one, from 1, once it is durable.
+
+    Versions are numbered by steps: a trainer that ends with versions that servers hold and no checkpoint has makes
+    others of the same numbers in its next session. Raises CheckpointError for a file that cannot be read or written.
+    """
+    path, last = run_folder.trainer_session, 0
+    try:
+        if path.exists():
+            last = int(path.read_text(encoding="ascii"))
+        write_file(path, f"{last + 1}\n", durable=True)
+    except ValueError as e:
+        fix = "remove it, then start trainer and rollout servers, which refuse a lower number than they have seen"
+        raise CheckpointError(f"{path}: {e} (fix: {fix})") from e
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror} (fix: make the run folder writable)") from e
+    return last + 1

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S = 0.05
 REMIND_S = 10.0

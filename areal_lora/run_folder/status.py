@@ -17,8 +17,7 @@ from pathlib import Path
 
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import create_secret
 
 LOADING = "loading the model"

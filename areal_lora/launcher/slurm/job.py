@@ -30,9 +30,8 @@ from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.report.closing import print_closing, print_report
-from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
-from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
+from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder, write_file
 from areal_lora.run_folder.status import begin_session
 
 

@@ -26,8 +26,7 @@ import numpy as np
 from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.types import Outcome, TokenColumns, TrajectoryGroup
 
 if TYPE_CHECKING:

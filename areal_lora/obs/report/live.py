@@ -33,8 +33,7 @@ from areal_lora.obs.report.page import PageData, RunPage, page_text
 from areal_lora.obs.report.side_by_side import pages_of
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.status import set_status
 
 if TYPE_CHECKING:

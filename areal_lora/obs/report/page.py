@@ -26,8 +26,7 @@ from areal_lora.obs.report.summary import Figures, RunFigures
 from areal_lora.obs.report.version_answers import answers_section
 from areal_lora.obs.run_view import RunView, counted, newest_state
 from areal_lora.run_folder import events
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.status import read_statuses
 
 ASSETS = Path(__file__).parent / "assets"

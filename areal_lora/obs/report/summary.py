@@ -17,9 +17,8 @@ from areal_lora.config.models import Config
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.run_view import newest_state
-from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import count_requeues, count_restarts
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.types import AdapterPhase, AdapterRef
 
 

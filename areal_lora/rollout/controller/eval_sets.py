@@ -17,8 +17,7 @@ from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalSetResult
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
 

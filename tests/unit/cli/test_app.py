@@ -16,7 +16,7 @@ import pytest
 
 from areal_lora.cli import app
 from areal_lora.errors import ExitCode
-from areal_lora.run_folder import atomic
+from areal_lora.run_folder import paths as atomic
 from tests.support.cli.command import areal_lora
 from tests.support.obs.fake_run import make_run
 from tests.support.obs.three_adapters import make_three

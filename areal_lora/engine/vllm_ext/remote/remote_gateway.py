@@ -41,8 +41,7 @@ from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.processes.watched import watched_task
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import claim_indices, forget_endpoint, publish_endpoint, read_secret
 from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.weight_sync import messages as wire

@@ -31,8 +31,7 @@ from areal_lora.engine.vllm_ext.remote.shards import RETRY_S, IncomingShard, Sha
 from areal_lora.network.http_server import LEAVING_HEADER
 from areal_lora.network.tls import Plane, authorization, client_context
 from areal_lora.processes.log import get_logger
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.kernels import ITEM_BYTES

@@ -5,8 +5,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_lora.network.addresses import on_loopback
 from areal_lora.network.http_server import BodyLimit, header, refusal
 from areal_lora.network.tls import Plane, authorized, bearer_key, ca_pem
-from areal_lora.run_folder.atomic import write_file
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 MAX_DATA_BODY_BYTES = 64 << 20  # 32 prompts of an evaluation with 250,000 tokens each, as text
 

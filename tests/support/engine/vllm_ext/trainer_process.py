@@ -16,9 +16,8 @@ from pathlib import Path
 from torch import Tensor
 
 from areal_lora.config.models import Config
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, raise_session
 from areal_lora.run_folder.rendezvous import read_secret
-from areal_lora.run_folder.trainer_session import raise_session
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import base_digest

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.run_folder import atomic
-from areal_lora.run_folder.atomic import replacing, write_file
+from areal_lora.run_folder import paths as atomic
+from areal_lora.run_folder.paths import replacing, write_file
 from tests.support.paths import ROOT
 from tests.support.sources import trees
 

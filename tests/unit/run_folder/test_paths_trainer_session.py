@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import CheckpointError
-from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.trainer_session import raise_session
+from areal_lora.run_folder.paths import RunFolder, raise_session
 
 
 def test_each_start_has_the_next_number_and_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
