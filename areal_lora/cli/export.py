@@ -95,7 +95,6 @@ def _adapter(
 
 
 def _model_folder(text: str) -> Path:
-    """A folder, or the cached snapshot of a hub name."""
     path = Path(text).expanduser()
     if path.is_dir():
         return path

@@ -125,7 +125,6 @@ def _process(folder: RunFolder, cluster: ClusterConfig, role: str, python: str, 
 
 
 def _last_error(log: Path, code: int | None) -> str:
-    """The last error in a log, or its last line."""
     lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
     errors = [line for line in lines if " ERROR " in line or "Error: " in line]
     how = "it gave no answer in time" if code is None else f"it ended with code {code}"

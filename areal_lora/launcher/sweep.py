@@ -185,7 +185,6 @@ def _names(combinations: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    """The value as an override has it."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
     return text.removesuffix("...\n").strip()
 

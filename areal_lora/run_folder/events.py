@@ -42,7 +42,6 @@ class JsonlSink:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:

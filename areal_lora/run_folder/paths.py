@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, overload
+from typing import BinaryIO
 
 from areal_lora.errors import CheckpointError, undo_on_error
 
@@ -70,13 +70,7 @@ class FolderEntry:
     def __init__(self, name: str, *, of_session: bool = False) -> None:
         self.name, self._of_session = name, of_session
 
-    @overload
-    def __get__(self, folder: None, owner: object) -> FolderEntry: ...
-    @overload
-    def __get__(self, folder: RunFolder, owner: object) -> Path: ...
-    def __get__(self, folder: RunFolder | None, owner: object) -> FolderEntry | Path:
-        if folder is None:
-            return self
+    def __get__(self, folder: RunFolder, owner: object) -> Path:
         above = folder.sessions / folder.session if self._of_session and folder.session else folder.path
         return above / self.name
 

@@ -6,6 +6,7 @@
   progress within its limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
+import asyncio
 import contextlib
 import shutil
 import sys
@@ -146,6 +147,12 @@ class Heart:
     def progress(self, part: str) -> None:
         """Record progress of ``part``. Callable from any thread."""
         self._progress[part] = self._clock()
+
+    async def tick(self) -> None:
+        """Record progress of the event loop for as long as it runs."""
+        while True:
+            self.progress(EVENT_LOOP)
+            await asyncio.sleep(EVERY_S)
 
     def stop(self) -> None:
         """Stop beating: the remaining work must not take longer than the launcher waits."""

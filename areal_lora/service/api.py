@@ -34,8 +34,6 @@ JSON = "application/json"
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """The routes."""
-
     config: Config
     run_folder: RunFolder
     writer: Writer
@@ -77,7 +75,7 @@ class Api:
 
     async def create(self, request: Request, caller: http.Caller) -> http.Answered:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
-        section = http.as_object(await http.body_of(request, caller))
+        section = http.decoded(await http.body_of(request, caller), http.JsonObject)
         key = http.idempotency_key(request)
         acknowledged = await self.acceptance.take_in(section, caller.tenant, key, caller.quota)
         reached("service.answering")
@@ -116,7 +114,7 @@ class Api:
 
     async def complete(self, request: Request, caller: http.Caller) -> http.Answered:
         """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""
-        body = http.as_object(await http.body_of(request, caller))
+        body = http.decoded(await http.body_of(request, caller), http.JsonObject)
         model = body.get("model")
         if not isinstance(model, str):
             raise RequestError("model", "it names no adapter", "set model to the name of one of your adapters")

@@ -176,7 +176,6 @@ class Names:
         return msgspec.json.encode(body)
 
     def reason(self, payload: bytes) -> str:
-        """The error of a server."""
         try:
             body = msgspec.json.decode(payload, type=dict[str, Any])
             text = str(body["error"]["message"])

@@ -45,6 +45,7 @@ class Caller:
 
 Answered: TypeAlias = Response | dict[str, Any]
 """A mapping is sent as JSON."""
+JsonObject: TypeAlias = dict[str, Any]
 Handler = Callable[[Request, Caller], Awaitable[Answered]]
 Guard = Callable[[str, str, Handler], Route]
 """Method, path and handler."""
@@ -129,11 +130,6 @@ async def body_of(request: Request, caller: Caller, *, long: bool = False) -> by
     except ClientDisconnect:
         raise RequestError("body", "it ended early", "send it whole") from None
     return b"".join(parts)
-
-
-def as_object(body: bytes) -> dict[str, Any]:
-    """Raises RequestError (422) for anything but a JSON object."""
-    return decoded(body, dict[str, Any])
 
 
 def decoded(body: bytes | Mapping[str, Any], kind: type[T], fix: str = JSON_FIX) -> T:

@@ -30,7 +30,6 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
-from areal_lora.run_folder.status import EVERY_S as BEAT_S
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.api import Api
 from areal_lora.service.gateway import Gateway, Meter
@@ -105,7 +104,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         take_in = partial(acceptance.take_in, tenant=LOCAL, quota=None)
         inbox = FolderInbox(run_folder.inbox, lambda section, request: take_in(section, request=request))
         tasks = [
-            watched_task("event-loop-ticks", partial(_tick, heart)),
+            watched_task("event-loop-ticks", heart.tick),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
             watched_task("pruning", partial(_prune, observed, writer, around.configured)),
             watched_task("inbox", inbox.watch),
@@ -117,12 +116,6 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
             task.cancel()
         await asyncio.wait(tasks)
         heart.stop()
-
-
-async def _tick(heart: Heart) -> None:
-    while True:
-        heart.progress(EVENT_LOOP)
-        await asyncio.sleep(BEAT_S)
 
 
 async def _follow(observed: RunObserver, writer: Writer) -> None:

@@ -29,7 +29,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    """`check` of a run at its start."""
     return check(config, facts, (adapters.no_clients, *RULES))
 
 

@@ -292,7 +292,6 @@ def source_ranks(config: Config, shape: ModelShape) -> int:
 
 
 def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
-    """Bytes of one version on the wire."""
     size = adapter_size(shape, adapter.spec(""))
     numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
     return numbers * DTYPE_BYTES[config.model.dtype]

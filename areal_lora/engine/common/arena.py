@@ -278,7 +278,6 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Elements."""
         return self.bounds[-1]
 
 

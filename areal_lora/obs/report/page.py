@@ -182,7 +182,6 @@ class RunPage:
 
 
 def _evals(metrics: Figures, several: bool) -> str:
-    """The last evaluation of each set."""
     lasts = sorted((records[-1] for records in metrics.sets.values()), key=lambda last: (last.adapter, last.order))
     rows = [
         ({"adapter": last.adapter} if several else {})

@@ -206,7 +206,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     report_path: str
 
     def steps_of(self, adapter: str) -> int:
-        """Steps that ``adapter`` has made."""
         if not self.adapters:
             return self.steps
         return self.adapters[adapter].steps if adapter in self.adapters else 0

@@ -21,7 +21,7 @@ from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.operations.protocol import OperationFailure
 from areal_lora.processes.log import get_logger
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens
-from areal_lora.service.http import Answered, Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
+from areal_lora.service.http import Answered, Caller, Guard, JsonObject, body_of, decoded, fingerprint, sdk_decoded
 from areal_lora.service.queue.client_sessions import kept_samples, open_sampler
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.requests import Lora, Pending
@@ -147,7 +147,7 @@ class Sampling:
         """Sample again what an earlier process has acknowledged."""
         for each in await self._queue.change(kept_samples):
             try:
-                tokens = self._tokens(sdk_bodies.read_sample(as_object(each.body)))
+                tokens = self._tokens(sdk_bodies.read_sample(decoded(each.body, JsonObject)))
             except RequestError:  # an earlier release took it; it fails in its turn
                 tokens = 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
@@ -178,7 +178,7 @@ class Sampling:
     async def sample(self, request: Request, caller: Caller) -> Answered:
         """The same request again has the id of the first one."""
         body = await body_of(request, caller, long=True)
-        parsed, mark = sdk_bodies.read_sample(as_object(body)), fingerprint("sample", body)
+        parsed, mark = sdk_bodies.read_sample(decoded(body, JsonObject)), fingerprint("sample", body)
         session = parsed.sampling_session_id
         sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
         name = f"{sampler}:{parsed.seq_id}"
@@ -254,7 +254,7 @@ class Sampling:
 
     async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
         try:
-            sample.found = await self._sampled(sample, sdk_bodies.read_sample(as_object(body)))
+            sample.found = await self._sampled(sample, sdk_bodies.read_sample(decoded(body, JsonObject)))
         except RequestError as refused:
             sample.found = OperationFailure(reason=str(refused), by_client=refused.status < 500)
         except Exception as error:  # fault boundary: one sample must not end the service

@@ -32,7 +32,7 @@ from areal_lora.config.sizing.slots import adapter_capacity, has_tenants
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
 from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
 from areal_lora.engine.vllm_ext.server.guards import MAX_DATA_BODY_BYTES, BearerAuth, guarded
-from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer, listening
@@ -207,7 +207,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         run_folder.remote_token,
     )
     heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
-    tasks = [watched_task("event-loop-ticks", partial(tick, heart)), watched_task("remote-watch", gateway.watch)]
+    tasks = [watched_task("event-loop-ticks", heart.tick), watched_task("remote-watch", gateway.watch)]
     await stop.wait()
     await gateway.end()
     http.should_exit = True

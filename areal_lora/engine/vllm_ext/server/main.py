@@ -176,7 +176,7 @@ async def serve(
         machine = MachineWatch(run_folder, ROLE, index, device=device, figures=figures)
         processes = psutil.Process().children(True)
         signs = [
-            watched_task("event-loop-ticks", partial(tick, heart)),
+            watched_task("event-loop-ticks", heart.tick),
             watched_task("engine-ticks", partial(_engine_ticks, parts, heart, min(ENGINE_EVERY_S, stall_s / 4))),
             watched_task("worker-pings", partial(_worker_pings, parts.adapters, heart, processes)),
         ]
@@ -207,12 +207,6 @@ async def serve(
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
     return 0
-
-
-async def tick(heart: Heart) -> None:
-    while True:
-        heart.progress(EVENT_LOOP)
-        await asyncio.sleep(EVERY_S)
 
 
 async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:

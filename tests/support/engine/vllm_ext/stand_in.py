@@ -42,7 +42,7 @@ from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
 from areal_lora.engine.vllm_ext.server.guards import guarded
 from areal_lora.engine.vllm_ext.server.leaving import Door, Stop, leave_in_order
-from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server.main import ROLE, bound_sockets, server_tls
 from areal_lora.engine.vllm_ext.server.openai_api import AnswerBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
@@ -121,7 +121,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
         publish_endpoint(run_folder, ROLE, index, ports, host, tls)
         set_status(run_folder, ROLE, index, "serving")
         heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: config.run.stall_s})
-        ticks = watched_task("event-loop-ticks", partial(tick, heart))
+        ticks = watched_task("event-loop-ticks", heart.tick)
         leave = partial(leave_in_order, stop, door, busy=lambda: server.busy, publish_s=config.weight_sync.timeout_s)
         leaving = watched_task("leave", partial(leave, run_folder=run_folder, index=index))
         await stop.event.wait()
