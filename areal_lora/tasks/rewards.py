@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -121,35 +121,31 @@ def math_verify(completion: str, gold: Any) -> bool:
     if not expected:
         raise ValueError(f"gold answer states no expression: {text[-80:]!r}")
     stated = _expressions(completion, whole=False)
-    try:
-        return bool(stated) and bool(verify(expected, stated, timeout_seconds=None, raise_on_error=True))
-    except MemoryError:
-        raise
-    except Exception:  # fault boundary: the library raises many types about text that is no mathematics  # noqa: BLE001
-        return False
+    return bool(stated and _understood(verify, expected, stated, timeout_seconds=None, raise_on_error=True))
 
 
 def _expressions(text: str, *, whole: bool) -> list[Any]:
     """Return the expressions in ``text``, parsed by math-verify. ``whole``: all of it may be one bare expression."""
+    from math_verify import parse
+
     if (final := marked_answer(text)) is not None:
         text, whole = final, True
     text = text.strip()
     forms = [text]
     if whole and not _DELIMITED.search(text):
         forms.insert(1 if _PROSE.search(text) else 0, f"${text}$")
-    return next((found for form in forms if (found := _parse(form))), [])
+    how = {"parsing_timeout": None, "raise_on_error": True, "fallback_mode": "no_fallback"}
+    return next((list(found) for form in forms if (found := _understood(parse, form, **how))), [])
 
 
-def _parse(text: str) -> list[Any]:
-    from math_verify import parse
-
+def _understood(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    """What a function of math-verify returns; None for what it does not understand."""
     try:
-        found = parse(text, parsing_timeout=None, raise_on_error=True, fallback_mode="no_fallback")
+        return function(*arguments, **how)
     except MemoryError:
         raise
-    except Exception:  # fault boundary: as above  # noqa: BLE001
-        return []
-    return list(found)
+    except Exception:  # fault boundary: the library raises many types about text that is no mathematics  # noqa: BLE001
+        return None
 
 
 def grade(value: object) -> Score:

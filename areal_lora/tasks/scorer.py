@@ -152,13 +152,10 @@ class ScorerPool:
         try:
             if not self._closed:  # else it was closed before it knew this child
                 _warn_of(tuple(await child.set_up()))
-        except EnvironmentError_:
+        except BaseException as error:
             await self._discard(child)
-            if not self._closed:
+            if not (self._closed and isinstance(error, EnvironmentError_)):
                 raise
-        except BaseException:
-            await self._discard(child)
-            raise
         if self._closed:
             await self._discard(child)
             raise RolloutError("scorer pool: closed while a child was started")
