@@ -191,7 +191,7 @@ def machine_memory() -> int:
 
 
 def _read_model(model: models.ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
-    """Return (config.json, problem, is local). ``launcher.hub`` has resolved a hub name before."""
+    """Return (config.json, problem, is local). ``launcher.run`` has resolved a hub name before."""
     folder = Path(model.folder)
     if not folder.is_dir():
         known = known_config(model.path)

@@ -21,8 +21,8 @@ from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
 from areal_lora.service.acceptance import Acceptance, admit_operator
-from areal_lora.service.api import Api
 from areal_lora.service.gateway import Gateway, Meter
+from areal_lora.service.main import Api
 from areal_lora.service.observed import RunObserver
 from areal_lora.service.queue.placement import Surroundings
 from areal_lora.service.queue.queue import RequestQueue

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "areal_lora"
 MODEL_FOLDER = {
     "families/shape.py",
     "config/recorded.py",
-    "launcher/hub.py",
+    "launcher/run.py",
     "weight_sync/manifest.py",
     "checkpoint/merged_folder.py",
 }

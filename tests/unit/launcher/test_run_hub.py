@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lora.config.load import load_config
 from areal_lora.config.recorded import missing_files, wanted
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.hub import resolve
+from areal_lora.launcher.run import resolve
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.cli.command import forked_python
 from tests.support.launcher.fake_hub import FakeHub, HubModel
