@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,17 +16,24 @@ import torch.distributed as dist
 from size_meter import META, FusedGate, FusedNorm, OneLaunch
 from torch import Tensor, nn
 
+from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import MicroPlan, Tree
+from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.adapter_engine import Compute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.output import Readout
 from areal_lora.families.shape import ModelShape
+from areal_lora.trainer.adapter import build_adapter
+from areal_lora.trainer.learn import make_loss
 from areal_lora.types import AdapterSpec, TrainBatch
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 RANK = 32
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 QWEN3_30B = {
@@ -114,16 +122,21 @@ def hf_model(case: Case, layers: int, attention: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """The `BatchJudge` of a slice: the sum of log-probabilities."""
+class Judge(BatchJudge):
+    """The loss of training. ``between`` is called before the backward pass."""
 
     between: Callable[[], None]
-    readout: Readout = field(default_factory=Readout)
 
-    def __call__(self, packed: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
-        loss = output.sum()
+    def __call__(self, packed: PackedMicroBatch, output: Tensor) -> tuple[Tensor, list[Result]]:
+        found = BatchJudge.__call__(self, packed, output)
         self.between()
-        return loss, []
+        return found
+
+
+def loss_of(kind: str = "grpo") -> LossFn:
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
+    own = config.adapters[0].model_copy(update={"algorithm": AlgorithmConfig.model_validate({"kind": kind})})
+    return make_loss(build_adapter(config, own, [[0]]), 0)
 
 
 def make_batch(case: Case, layers: int) -> tuple[TrainBatch, MicroPlan]:
@@ -136,12 +149,13 @@ def make_batch(case: Case, layers: int) -> tuple[TrainBatch, MicroPlan]:
         cu_seqlens=torch.tensor([0, *accumulate(lengths)]),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens),
-        versions=torch.zeros(tokens, dtype=torch.int64),
+        versions=torch.zeros(tokens, dtype=torch.int32),
         shared_starts=torch.full((n,), case.prompt),
         rewards=torch.zeros(n),
         group_ids=torch.zeros(n, dtype=torch.int64) if len(case.adapters) == 1 else torch.arange(n),
         sample_ids=torch.arange(n),
         given=torch.zeros(n, dtype=torch.bool),
+        advantages=torch.zeros(tokens),
         adapters=case.adapters * n if len(case.adapters) == 1 else case.adapters,
         routes=torch.zeros(tokens, layers, case.model["num_experts_per_tok"], dtype=torch.int16)
         if case.routes
@@ -161,9 +175,10 @@ def adapted(case: Case, compute: Compute, module: nn.Module, sharded: ShardedMod
         compute.attach(memory)
         held += [memory.weights, memory.grads, memory.cast]
     batch, plan = make_batch(case, sharded.shape.layers)
+    loss = loss_of()
 
     def run(n: int, between: Callable[[], None]) -> None:
-        judge: Any = Sum(between)
+        judge = Judge(Readout(), dict.fromkeys(case.adapters, loss), between)
         with compute.active.using(dict.fromkeys(case.adapters)):
             compute.run((pack(batch, plan, 0, META) for _ in range(n)), [plan] * n, judge, train=True)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from areal_lora.processes.startup import collector_paused
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 # Some tests crash processes, and the working folder is the repository.
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+# Of an example: 200 ms by default, which a machine that stalls exceeds.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.losses import Estimator, sequence_sums, spread
+from areal_lora.algorithms.losses import Estimator, sequence_sums, spread, token_counts
 from areal_lora.errors import AlignmentError
 from areal_lora.types import TrainBatch
 
@@ -312,19 +312,21 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     critic it is a cost of the token itself; with ``kl_own`` it is taken off the finished advantage. Given answers have
     no credit, and are not compared with sampled ones.
     """
-    mask, cu_seqlens = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens), batch.cu_seqlens
+    mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
+    if bool(batch.given.any()):
+        mask = mask & ~spread(batch.given, cu_seqlens, batch.n_tokens)
     first, sample = find_samples(batch.sample_ids)
 
     def per_sample(values: Tensor) -> Tensor:
-        sums = values.new_zeros(first.numel())
-        return sums.index_add_(0, sample, sequence_sums(values, cu_seqlens))
+        return values.new_zeros(first.numel()).index_add_(0, sample, values)
 
-    lengths = per_sample(mask.double())
+    counts = token_counts(mask, cu_seqlens)
+    lengths = per_sample(counts.double())
     rewards = batch.rewards.double()[first] - overlong_penalty(lengths, shaping)
-    cost = _kl_cost(shaping, batch, mask)
-    kl, own = (torch.zeros_like(cost), cost) if shaping.kl_own else (cost, torch.zeros_like(cost))
-    if not (advantage.whitened or advantage.critic):
-        rewards = rewards - per_sample(kl)
+    cost = _kl_cost(shaping, batch, mask) if shaping.kl_coef else None
+    kl, own = (None, cost) if shaping.kl_own else (cost, None)
+    if kl is not None and not (advantage.whitened or advantage.critic):
+        rewards = rewards - per_sample(sequence_sums(kl, cu_seqlens))
     sampled = ~batch.given[first]
     per_sequence = torch.zeros_like(rewards)
     if bool(sampled.any()):
@@ -336,18 +338,20 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
             **_parts(shaping.weights, batch, first[sampled]),
         )
         per_sequence[sampled] = advantage.of(compared)
-    returns = None
+    values, returns = per_sequence[sample], None
     if advantage.critic:
-        per_token, returns = _by_critic(per_sequence[sample], kl, shaping.discount, batch, mask)
-    else:
-        per_token = spread(per_sequence[sample], cu_seqlens)
-        if advantage.whitened and shaping.kl_coef:
-            per_token = per_token - discounted_sums(kl, cu_seqlens)
-    if advantage.whitened:
-        per_token = whiten(per_token, mask)
+        per_token, returns = _by_critic(values, kl, shaping.discount, batch, mask)
+        per_token = whiten(per_token, per_token[mask]) if advantage.whitened else per_token
+    elif advantage.whitened and kl is not None:
+        per_token = spread(values, cu_seqlens, batch.n_tokens) - discounted_sums(kl, cu_seqlens)
+        per_token = whiten(per_token, per_token[mask])
+    else:  # a number of each sequence: rounded before each token has it
+        values = whiten(values, values.repeat_interleave(counts)) if advantage.whitened else values
+        per_token = spread(values if own is not None else values.float(), cu_seqlens, batch.n_tokens)
+    if own is not None:
+        per_token = per_token - own
     return Credit(
-        advantages=torch.where(mask, per_token - own, torch.zeros_like(per_token)).float(),
-        returns=None if returns is None else returns.float(),
+        advantages=per_token.float().masked_fill_(~mask, 0.0), returns=None if returns is None else returns.float()
     )
 
 
@@ -362,21 +366,21 @@ def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> 
 
 
 def _by_critic(
-    rewards: Tensor, cost: Tensor, discount: Discount, batch: TrainBatch, mask: Tensor
+    rewards: Tensor, cost: Tensor | None, discount: Discount, batch: TrainBatch, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`gae` over the tokens of ``mask``: advantages and returns [T] float64, 0 off it.
 
-    ``rewards`` [N] belong to each sequence's last token, ``cost`` [T] is taken off the tokens' own rewards. What lies
+    ``rewards`` [N] belong to each sequence's last token, a ``cost`` [T] is taken off the tokens' own. What lies
     between two answers of a conversation is no action: the next token that was sampled follows.
     """
     assert batch.values is not None, "annotate() scores with the critic before advantages are computed"
-    counts = sequence_sums(mask.long(), batch.cu_seqlens)
-    ends = counts.cumsum(0)
-    per_token = -cost[mask]
+    counts = token_counts(mask, batch.cu_seqlens)
+    ends, known = counts.cumsum(0), batch.values.double()[mask]
+    per_token = torch.zeros_like(known) if cost is None else -cost[mask]
     per_token[(ends - 1)[counts > 0]] += rewards[counts > 0]
     bounds = torch.cat([ends.new_zeros(1), ends])
-    found = gae(per_token, batch.values.double()[mask], bounds, discount)
-    advantages, returns = (cost.new_zeros(cost.shape).masked_scatter(mask, values) for values in found)
+    found = gae(per_token, known, bounds, discount)
+    advantages, returns = (known.new_zeros(len(mask)).masked_scatter_(mask, values) for values in found)
     return advantages, returns
 
 
@@ -387,7 +391,7 @@ def explained_variance(batch: TrainBatch) -> float | None:
     """
     if batch.values is None or batch.returns is None:
         return None
-    mask = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens)
+    mask = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens, batch.n_tokens)
     values, returns = batch.values[mask].double(), batch.returns[mask].double()
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0
     return 1.0 - float((returns - values).var(correction=0)) / variance if variance else None
@@ -395,17 +399,13 @@ def explained_variance(batch: TrainBatch) -> float | None:
 
 def _kl_cost(shaping: Shaping, batch: TrainBatch, on: Tensor) -> Tensor:
     """The coefficient times the KL divergence of each token, [T] float64, 0 off the mask ``on``."""
-    zeros = torch.zeros_like(on, dtype=torch.float64)
-    if not shaping.kl_coef:
-        return zeros
     assert batch.ref_logprobs is not None, "annotate() scores the reference before advantages are computed"
-    policy = torch.where(on, batch.rollout_logprobs.double(), zeros)
-    return shaping.kl_coef * shaping.kl(policy, torch.where(on, batch.ref_logprobs.double(), zeros))
+    policy, reference = (torch.where(on, x.double(), 0.0) for x in (batch.rollout_logprobs, batch.ref_logprobs))
+    return shaping.kl_coef * shaping.kl(policy, reference)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(x - mean) / (std + eps)`` over the tokens of the mask, the biased standard deviation. Packed [T]."""
-    chosen = values[mask]
+def whiten(values: Tensor, chosen: Tensor) -> Tensor:
+    """``(x - mean) / (std + eps)``, mean and biased standard deviation of the tokens ``chosen``."""
     if not chosen.numel():
         return values
     return (values - chosen.mean()) / (chosen.std(correction=0) + EPS)

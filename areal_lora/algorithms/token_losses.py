@@ -89,7 +89,7 @@ def gspo(bounds: Bounds, t: Targets) -> Tensor:
     frozen = t.logprobs.detach()
     counts = sequence_sums((t.weights != 0).to(frozen.dtype), t.cu_seqlens).clamp_min(1.0)
     mean = sequence_sums(frozen - t.sampled, t.cu_seqlens) / counts
-    ratio = ratio_of(spread(mean, t.cu_seqlens)) * torch.exp(t.logprobs - frozen)
+    ratio = ratio_of(spread(mean, t.cu_seqlens, len(frozen))) * torch.exp(t.logprobs - frozen)
     return torch.minimum(ratio * t.advantages, ratio.clamp(bounds.low, bounds.high) * t.advantages)
 
 
@@ -102,7 +102,8 @@ def stable_reinforce(bounds: Bounds, t: Targets) -> Tensor:
     (``kl_coeff``, our beta), but no formula. ``(l - q)^2 / 2`` is the estimator k2 of the KL divergence from the
     sampler (Schulman, "Approximating KL divergence", 2020).
     """
-    gaps = spread(sequence_sums(t.logprobs.detach() - t.sampled, t.cu_seqlens), t.cu_seqlens)
+    sums = sequence_sums(t.logprobs.detach() - t.sampled, t.cu_seqlens)
+    gaps = spread(sums, t.cu_seqlens, len(t.weights))
     taper = torch.where(t.advantages > 0, 1.0, gaps.clamp_max(0.0).exp())
     return taper * t.advantages * t.logprobs - bounds.beta / 2 * (t.logprobs - t.sampled).square()
 

@@ -317,14 +317,22 @@ def plan_microbatches(
     """
     total = sum(tree.size(lengths) for tree in trees)
     count = -(-total // (dp * token_budget * rounds)) * rounds or rounds
+    sizes, shared = (np.array(x, np.int64) for x in ([tree.size(lengths) for tree in trees], [t.shared for t in trees]))
+    alone, limits = np.array([len(tree.sequences) == 1 for tree in trees], np.bool_), np.zeros_like(sizes)
+    cut, loads = list[list[Tree]]([[]] * len(trees)), list[int]()
     while True:
         share = max(1, -(-total // (dp * count)))
-        parts = [part for tree in trees for part in _split(tree, lengths, share, token_budget)]
-        bins = _balance(parts, lengths, dp * count)
-        # A lone part beyond the budget cannot be cut further.
-        if count >= len(parts) or all(len(held) < 2 or _load(held, lengths) <= token_budget for held in bins):
+        before, pieces = limits, -(-sizes // share)
+        limits = np.minimum(token_budget, shared - (shared - sizes) // pieces)
+        limits = np.where(alone | (sizes <= min(share, token_budget)), sizes, limits)
+        if len(changed := np.flatnonzero(limits != before)):  # of few trees from one count to the next
+            for i in changed.tolist():
+                cut[i] = _split(trees[i], lengths, int(limits[i]))
+            loads = sorted((part.size(lengths) for parts in cut for part in parts), reverse=True)
+        if _fits(loads, dp * count, token_budget):
             break
         count += rounds
+    bins = _balance([part for parts in cut for part in parts], lengths, dp * count)
     bins.sort(key=lambda held: -_pairs(held, lengths))
     plans, done = [], [0] * dp
     for at in range(0, len(bins), dp):
@@ -342,13 +350,10 @@ def plan_microbatches(
     return plans
 
 
-def _split(tree: Tree, lengths: Sequence[int], share: int, token_budget: int) -> list[Tree]:
-    """Cut a tree that is larger than ``share`` or the budget into equal parts, which repeat the shared start."""
-    size = tree.size(lengths)
-    if size <= min(share, token_budget) or len(tree.sequences) == 1:
+def _split(tree: Tree, lengths: Sequence[int], limit: int) -> list[Tree]:
+    """Cut a tree of more than ``limit`` tokens into parts of at most these, which repeat the shared start."""
+    if tree.size(lengths) <= limit:
         return [tree]
-    pieces = -(-size // share)
-    limit = min(token_budget, tree.shared - (tree.shared - size) // pieces)
     parts: list[list[int]] = []
     used = 0
     for i in sorted(tree.sequences, key=lambda i: (-lengths[i], i)):
@@ -359,6 +364,15 @@ def _split(tree: Tree, lengths: Sequence[int], share: int, token_budget: int) ->
         parts[-1].append(i)
         used += own
     return [Tree(sequences=tuple(part), shared=tree.shared if len(part) > 1 else 0) for part in parts]
+
+
+def _fits(loads: Sequence[int], n: int, token_budget: int) -> bool:
+    """Whether `_balance` puts parts of ``loads`` tokens, largest first, into ``n`` bins of the budget each.
+
+    A part beyond the budget cannot be cut further, and may be alone.
+    """
+    heap = [*reversed(loads[:n])]  # in order: a heap
+    return all(heap[0] + load <= token_budget and heapq.heapreplace(heap, heap[0] + load) for load in loads[n:])
 
 
 def _balance(parts: Sequence[Tree], lengths: Sequence[int], n: int) -> list[list[Tree]]:

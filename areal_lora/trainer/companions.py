@@ -157,4 +157,4 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
 
 def sampled_mask(batch: TrainBatch) -> Tensor:
     """[T] bool: the mask without given answers."""
-    return batch.loss_mask & ~spread(batch.given, batch.cu_seqlens)
+    return batch.loss_mask & ~spread(batch.given, batch.cu_seqlens, batch.n_tokens)

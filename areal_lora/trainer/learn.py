@@ -162,13 +162,14 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bo
     if kept_caches:
         fresh &= ~after_change(micro.versions, micro.loss_mask)
     stale = micro.loss_mask & ~fresh
-    moved = (logprobs - micro.prox_logprobs).abs() if micro.prox_logprobs is not None else torch.zeros_like(gap)
+    moved = torch.zeros_like(gap) if micro.prox_logprobs is None else (logprobs - micro.prox_logprobs).abs()
+    # Not indexed by a mask: that would wait for a GPU.
     return {
         "fresh_tokens": fresh.sum().float(),
-        "fresh_gap": gap[fresh].sum(),
+        "fresh_gap": torch.where(fresh, gap, 0.0).sum(),
         "stale_tokens": stale.sum().float(),
-        "stale_gap": gap[stale].sum(),
-        "moved": moved[micro.loss_mask].sum(),
+        "stale_gap": torch.where(stale, gap, 0.0).sum(),
+        "moved": torch.where(micro.loss_mask, moved, 0.0).sum(),
     }
 
 

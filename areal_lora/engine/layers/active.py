@@ -152,6 +152,7 @@ class ActiveAdapters:
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
         self.each, self._tables = adapters, dict[tuple[torch.dtype, tuple[float, ...]], Tensor]()
+        self._rows = dict[tuple[torch.dtype, tuple[float, ...]], tuple[Tensor, Tensor]]()
 
     @property
     def drops(self) -> bool:
@@ -163,13 +164,13 @@ class ActiveAdapters:
 
         They are in the order of their rows. An empty name is the frozen base.
         """
-        before = self.each, self._tables, self.tokens
+        before = self.each, self._tables, self._rows, self.tokens
         self._use(adapters)
         self.tokens = self.flips = None
         try:
             yield
         finally:
-            self.each, self._tables, self.tokens = before
+            self.each, self._tables, self._rows, self.tokens = before
 
     def routes(self, layer: int) -> Tensor | None:
         """[t, K] of the tokens at a layer, counted among those with experts; None: its router chooses."""
@@ -225,10 +226,15 @@ class ActiveAdapters:
         return _mask(rows.keys ^ seeds ^ sites, limits[:, None], features, first)
 
     def _by_row(self, values: Sequence[float], dtype: torch.dtype, rows: PackedTokens | None) -> Tensor:
-        """[m] of the adapters' ``values``, which are copied to the device once."""
+        """[m] of the adapters' ``values``, copied to the device once; those of the micro-batch's tokens are kept."""
         assert rows is not None
         assert rows.owners is not None
         key = dtype, tuple(values)
+        if (known := self._rows.get(key)) and known[0] is rows.owners:
+            return known[1]
         if key not in self._tables:
             self._tables[key] = upload(torch.tensor(values, dtype=dtype, device="cpu"), rows.owners.device)
-        return self._tables[key].index_select(0, rows.owners)
+        found = self._tables[key].index_select(0, rows.owners)
+        if rows is self.tokens:
+            self._rows[key] = rows.owners, found
+        return found

@@ -115,6 +115,50 @@ def test_plan_is_exact_and_fits(
         assert len({plan.n_tokens for plan in plans}) == 1
 
 
+def counts_in_order(trees: list[Tree], lengths: list[int], dp: int, budget: int, rounds: int) -> tuple[int, list[int]]:
+    """The first number of micro-batches, one after the other, whose parts all fit, and the sizes of these parts."""
+    total = sum(tree.size(lengths) for tree in trees)
+    count = -(-total // (dp * budget * rounds)) * rounds
+    while True:
+        share, parts = max(1, -(-total // (dp * count))), list[tuple[int, bool]]()
+        for tree in trees:
+            size, own = tree.size(lengths), sorted((lengths[i] - tree.shared for i in tree.sequences), reverse=True)
+            limit = tree.shared + -(-sum(own) // -(-size // share))
+            if len(own) == 1 or size <= min(share, budget):
+                parts.append((size, len(own) == 1))
+                continue
+            held = [own[:1]]
+            for n in own[1:]:
+                if tree.shared + sum(held[-1]) + n > min(limit, budget):
+                    held.append([])
+                held[-1].append(n)
+            parts += [(tree.shared + sum(each), len(each) == 1) for each in held]
+        bins = [list[int]() for _ in range(dp * count)]
+        for size, _ in sorted(parts, reverse=True):
+            min(bins, key=sum).append(size)
+        if all(len(each) < 2 or sum(each) <= budget for each in bins):
+            return count, sorted(size for size, _ in parts)
+        count += rounds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_plan_is_that_of_the_first_number_of_micro_batches_that_fits(seed: int) -> None:
+    """Against a search in which every number of micro-batches packs all of its parts."""
+    print("seed", seed)
+    random, lengths, trees = Random(seed), list[int](), list[Tree]()
+    for _ in range(random.choice([1, 4, 12])):
+        n, shared, at = random.choice([1, 2, 5, 8]), random.choice([1, 9, 80]), len(lengths)
+        lengths += [shared + random.choice([random.randint(1, 300), 150, 7]) for _ in range(n)]
+        trees.append(Tree(sequences=tuple(range(at, at + n)), shared=shared if n > 1 else 0))
+    dp, rounds = random.choice([1, 2, 3]), random.choice([1, 1, 2])
+    budget = random.choice([20, 170, 400, 1000])
+    plans = plan_microbatches(trees, lengths, dp=dp, token_budget=budget, rounds=rounds, uniform=rounds > 1)
+    count, sizes = counts_in_order(trees, lengths, dp, budget, rounds)
+    filled = min(count, -(-len(sizes) // dp))
+    assert len(plans) == (-(-filled // rounds) * rounds)
+    assert sorted(tree.size(lengths) for plan in plans for part in plan.trees for tree in part) == sizes
+
+
 @given(lengths=LENGTHS, dp=st.integers(1, 5))
 def test_ranks_get_equal_shares(lengths: list[int], dp: int) -> None:
     for plan in plan_microbatches(singles(lengths), lengths, dp=dp, token_budget=2000):
