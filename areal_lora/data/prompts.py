@@ -13,11 +13,13 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from areal_lora.config.sections.task import PromptFormat
 from areal_lora.errors import ConfigError
@@ -191,14 +193,20 @@ class PromptStream:
 
     def __init__(self, samples: Sequence[Sample], formatter: Formatter, *, seed: int, max_prompt_tokens: int) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
-        check_samples(samples)
         self._samples, self._formatter = samples, formatter
         self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
-        digest = blake2b(str(seed).encode(), digest_size=16)
-        for sample in samples:
-            digest.update(b"\n" + sample.uid.encode())
+        digest, blank = blake2b(str(seed).encode(), digest_size=16), list[Sample]()
+
+        def uids() -> Iterator[str]:  # in one pass: samples may be decoded at each access
+            for sample in samples:
+                digest.update(b"\n" + sample.uid.encode())
+                if not sample.prompt.strip():
+                    blank.append(sample)
+                yield sample.uid
+
+        check_uids(uids(), len(samples))
         self.digest = digest.hexdigest()
-        if blank := [sample for sample in samples if not sample.prompt.strip()]:
+        if blank:
             prompts_of(blank, formatter)
         if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
             raise ConfigError(
@@ -223,17 +231,19 @@ class PromptStream:
         return "prompt_too_long" if len(prompt.token_ids) > self._max_prompt_tokens else None
 
 
-def check_samples(samples: Sequence[Sample]) -> None:
+def check_uids(uids: Iterable[str], n: int) -> None:
     """Raises ConfigError for no samples or a repeated uid."""
-    if not samples:
+    if not n:
         raise ConfigError("adapters.task", "the task has no samples", "check its file and sizes")
-    if len({sample.uid for sample in samples}) != len(samples):
+    # Of digests: a set of a million texts is 100 MB.
+    digests = np.fromiter((blake2b(uid.encode(), digest_size=16).digest() for uid in uids), "S16", n)
+    if len(np.unique(digests)) != n:
         raise ConfigError("adapters.task", "two samples share a uid, exactly-once needs them apart", "make uids unique")
 
 
 def prompts_of(samples: Sequence[Sample], formatter: Formatter) -> list[Prompt]:
-    """The prompts of a small set; raises as `check_samples` and for a prompt without tokens."""
-    check_samples(samples)
+    """The prompts of a small set; raises as `check_uids` and for a prompt without tokens."""
+    check_uids((sample.uid for sample in samples), len(samples))
     prompts = [formatter.prompt(sample, sample.uid, i) for i, sample in enumerate(samples)]
     for prompt in prompts:
         if not prompt.token_ids:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
@@ -94,17 +95,20 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     set_status(run_folder, ROLE, 0, "reading prompts")
     with collector_paused():
         tokenizer = load_tokenizer(config.model.folder)
-    return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
+    return [adapter_data(config, adapter, tokenizer, run_folder.path) for adapter in config.adapters]
 
 
-def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
+def adapter_data(
+    config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer, folder: Path | None = None
+) -> AdapterData:
+    """Rows of data sets are kept in ``folder``."""
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     return AdapterData(
         config=adapter,
         formatter=formatter,
         prompts=PromptStream(
-            load_samples(adapter.task, "train"),
+            load_samples(adapter.task, "train", folder),
             formatter,
             seed=adapter_run(config, adapter).seed,
             max_prompt_tokens=max_prompt_tokens,

@@ -6,6 +6,7 @@ What joins a run has the checks of a start as well (`joining`).
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import msgspec
 
@@ -69,11 +70,11 @@ def _problem(
 ) -> ConfigError | None:
     """The first problem of one task, which is at ``key`` of the adapter at ``at``."""
     try:
-        samples = [sample for split in splits for sample in load_samples(task, split)]
+        loaded = [load_samples(task, split) for split in splits]
     except ConfigError as error:
         path = error.path.replace("task.", f"{at}.{key}.", 1) if error.path.startswith("task.") else error.path
         return ConfigError(path, error.reason, error.fix)
-    without = next((sample for sample in samples if not sample.gold.strip()), None)
+    without = next((sample for sample in chain(*loaded) if not sample.gold.strip()), None)
     for place, reward in sections.reward_keys(f"{at}.", rewards):
         if without is not None and isinstance(reward, sections.BuiltInReward) and reward.kind != "none":
             return ConfigError(
@@ -83,7 +84,7 @@ def _problem(
             )
         if isinstance(reward, sections.CodeReward):
             settings = msgspec.convert(reward.model_dump(), CodeSettings)
-            for sample in samples:
+            for sample in chain(*loaded):
                 try:
                     row_tests(sample.columns, settings)
                 except ValueError as error:
