@@ -182,6 +182,24 @@ class Prompt:
     token_ids: list[int]  # [P]
 
 
+class Order(Protocol):
+    """What puts samples at positions, in place of a shuffled order of all."""
+
+    @property
+    def key(self) -> str:
+        """What the order depends on, for the digest of the stream."""
+        ...
+
+    @property
+    def sets(self) -> Iterable[Sequence[int]]:
+        """Indices of the samples between which chance does not choose; one of each has to fit."""
+        ...
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Epoch and index of the sample, which no two positions share."""
+        ...
+
+
 class PromptStream:
     """Maps a stream position to a prompt; keeps no position itself.
 
@@ -191,10 +209,18 @@ class PromptStream:
     with the same ``digest`` put the same sample at the same position.
     """
 
-    def __init__(self, samples: Sequence[Sample], formatter: Formatter, *, seed: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        formatter: Formatter,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        order: Order | None = None,
+    ) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
         self._samples, self._formatter = samples, formatter
-        self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
+        self._seed, self._max_prompt_tokens, self._order = seed, max_prompt_tokens, order
         digest, blank = blake2b(str(seed).encode(), digest_size=16), list[Sample]()
 
         def uids() -> Iterator[str]:  # in one pass: samples may be decoded at each access
@@ -205,22 +231,30 @@ class PromptStream:
                 yield sample.uid
 
         check_uids(uids(), len(samples))
+        if order is not None:
+            digest.update(order.key.encode())
         self.digest = digest.hexdigest()
         if blank:
             prompts_of(blank, formatter)
-        if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
-            raise ConfigError(
-                "rollout.max_model_len",
-                f"all {len(samples)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
-                "raise it, or lower sampling.max_new_tokens",
-            )
+        for members in [range(len(samples))] if order is None else order.sets:
+            shuffled = (members[permute(i, len(members), seed=seed, epoch=0)] for i in range(len(members)))
+            if not any(self.refusal(self._prompt(0, 0, index)) is None for index in shuffled):
+                raise ConfigError(
+                    "rollout.max_model_len",
+                    f"all {len(members)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
+                    "raise it, or lower sampling.max_new_tokens",
+                )
 
     def index(self, position: int) -> int:
         """That of the position's sample in the data set."""
         return locate(position, len(self._samples), self._seed)[1]
 
     def at(self, position: int) -> Prompt:
-        epoch, index = locate(position, len(self._samples), self._seed)
+        order = self._order
+        place = locate(position, len(self._samples), self._seed) if order is None else order.place(position)
+        return self._prompt(position, *place)
+
+    def _prompt(self, position: int, epoch: int, index: int) -> Prompt:
         sample = self._samples[index]
         return self._formatter.prompt(sample, f"{epoch}:{sample.uid}", position)
 

@@ -39,6 +39,7 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
@@ -70,6 +71,7 @@ class AdapterData:
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
+    curriculum: Curriculum | None
     sets: tuple[EvalSet, ...]
 
 
@@ -103,16 +105,15 @@ def adapter_data(
 ) -> AdapterData:
     """Rows of data sets are kept in ``folder``."""
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
+    samples, seed = load_samples(adapter.task, "train", folder), adapter_run(config, adapter).seed
+    staged = adapter.sampling.staged
+    curriculum = Curriculum(staged, samples, seed) if staged is not None else None
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     return AdapterData(
         config=adapter,
         formatter=formatter,
-        prompts=PromptStream(
-            load_samples(adapter.task, "train", folder),
-            formatter,
-            seed=adapter_run(config, adapter).seed,
-            max_prompt_tokens=max_prompt_tokens,
-        ),
+        prompts=PromptStream(samples, formatter, seed=seed, max_prompt_tokens=max_prompt_tokens, order=curriculum),
+        curriculum=curriculum,
         sets=load_sets(config, adapter, tokenizer),
     )
 
@@ -171,7 +172,9 @@ class SharedResources:
             if teacher is not None:
                 await teacher.close()
 
-        solved = None
+        solved, curriculum = None, part.curriculum
+        if curriculum is not None:
+            curriculum.attach(self.ledger, adapter.name)
         if sampling.difficulty == "learnability":
             solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
@@ -189,6 +192,7 @@ class SharedResources:
             lease_s=(SINGLE_TURN_LEASE if single_turn else EPISODE_LEASE) * sampling.timeout_s + LEASE_SLACK_S,
             drop_uniform=adapter.algorithm.drop_uniform,
             solved=solved,
+            curriculum=curriculum,
         )
         return AdapterRuntime(
             feed=feed,

@@ -22,6 +22,7 @@ from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import given_answer, load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.tasks.stored_samples import indices_by_value
 from areal_lora.tasks.word_problems import Split
 from areal_lora.types import Outcome
 
@@ -55,10 +56,13 @@ def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
             if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
                 continue
             problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward)
-            if problem is None and key == "task" and adapter.sft.steps:
+            if problem is None and key == "task" and (adapter.sft.steps or adapter.sampling.staged is not None):
                 try:
-                    for sample in load_samples(task, "train"):
+                    samples = load_samples(task, "train")
+                    for sample in samples if adapter.sft.steps else ():
                         given_answer(sample, adapter.sft.column)
+                    if adapter.sampling.staged is not None:
+                        indices_by_value(samples, adapter.sampling.staged)
                 except ConfigError as error:
                     problem = ConfigError(f"adapters.{i}.{error.path}", error.reason, error.fix)
             if problem is not None:

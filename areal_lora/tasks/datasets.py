@@ -15,7 +15,7 @@ import decimal
 import json
 import random
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.rewards import extract_answer
-from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples
+from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples, names_in, value_of
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
@@ -57,22 +57,6 @@ class RowSource:
 def _names_a_set(path: str) -> bool:
     """Whether ``path`` reads as ``org/name``. ``data/train.jsonl`` is a file, also where it does not exist."""
     return is_hub_name(path) and Path(path).suffix.lower() not in _READERS
-
-
-def value_of(columns: Mapping[str, Any], name: str) -> Any:
-    """The value of column ``name``, or of a field in it: ``reward_model.ground_truth``. A column whose own name has
-    dots takes precedence.
-
-    Raises KeyError where the row has neither.
-    """
-    if name in columns:
-        return columns[name]
-    value: Any = columns
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise KeyError(name)
-        value = value[part]
-    return value
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:
@@ -302,16 +286,8 @@ def _column(row: Row, name: str, key: str) -> Any:
     try:
         return value_of(row.values, name)
     except KeyError:
-        fix = f"set {key} to one of: {', '.join(_names(row.values))}"
+        fix = f"set {key} to one of: {', '.join(names_in(row.values))}"
         raise ConfigError(row.place, f"no column {name!r}", fix) from None
-
-
-def _names(columns: Mapping[str, Any]) -> Iterator[str]:
-    """What a column may be called: the fields of an object by their paths."""
-    for name, value in columns.items():
-        yield name
-        if isinstance(value, dict):
-            yield from (f"{name}.{field}" for field in _names(value))
 
 
 def _text(row: Row, name: str, key: str) -> str:

@@ -183,7 +183,7 @@ class EvalSetConfig(Section):
         return self
 
 
-ONE, SEVERAL, NAMED, SERVED, USER = TAGS = "(one)", "(several)", "(named)", "(served)", "(user)"
+ONE, SEVERAL, NAMED, SECTION, USER = TAGS = "(one)", "(several)", "(named)", "(section)", "(user)"
 """Tags of spellings in pydantic's locations; no key is called so."""
 
 

@@ -21,6 +21,7 @@ from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
+from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
@@ -212,6 +213,7 @@ class GroupPool:
         prompts: PromptStream,
         ledger: Ledger,
         solved: SolvedShares | None,
+        curriculum: Curriculum | None,
         *,
         on_expire: Callable[[Ticket], None],
         clock: Callable[[], float],
@@ -225,7 +227,8 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
-        self.on_expire, self._prompts, self._solved, self._clock = on_expire, prompts, solved, clock
+        self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
+        self._solved, self._curriculum = solved, curriculum
 
     # ------------------------------------------------------------ loading
 
@@ -266,8 +269,8 @@ class GroupPool:
 
     # ------------------------------------------------------------ issued and running
 
-    def start(self, *, also_stale: bool) -> Ticket:
-        """The oldest waiting issue, or a new one, now counted as running.
+    def start(self, *, also_stale: bool, step: int) -> Ticket:
+        """The oldest waiting issue, or a new one, which is for ``step``, now counted as running.
 
         Prompts whose last issue came too late are among them only if ``also_stale``.
         """
@@ -278,6 +281,8 @@ class GroupPool:
             head.next_position += 1
             if self._solved is not None and not self._solved.draws(position):
                 continue
+            if self._curriculum is not None:
+                self._curriculum.issue(position, step)
             prompt = self._prompts.at(position)
             seq = self.ledger.issue(prompt.position, 1)
             if (refusal := self._prompts.refusal(prompt)) is not None:
