@@ -158,13 +158,13 @@ class OptimizerConfig(Section):
 
 class DifficultyStage(Section):
     until: PositiveInt | None = None
-    """Groups of training steps from this one on are of the next stage; unset in the last one."""
+    """First training step of the next stage; unset in the last one."""
     weights: dict[str, NonNegFloat]
-    """Shares of prompts by the column's value; rows with other values are not drawn."""
+    """Shares of prompts by the column's value; others are not drawn."""
 
 
 class StagedDifficulty(Section):
-    column: str = Field(description="Column, or field in one, whose values the weights name.")
+    column: str = Field(description="Column, or field in one.")
     stages: list[DifficultyStage] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -195,7 +195,7 @@ class SamplingConfig(Section):
         "uniform", discriminator=named_or_section
     )
     """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). Or
-    stages of steps, each with weights by the values of a column."""
+    stages."""
     stop: list[str] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0

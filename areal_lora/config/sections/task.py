@@ -104,7 +104,7 @@ class WorkerWorkflowConfig(Section):
     endpoint in `task` with the key in `task`; of `factory(context, **args)` (`custom`)."""
     env: str | list[str] | None = None
     """`file.py:Class` of an Environment (`multi_turn`) or a class with gymnasium's methods (`gym`), taskset
-    (`verifiers`), or URL (`openenv`); a list of URLs, or of commands that start a server per sample (`mcp`)."""
+    (`verifiers`), or URL (`openenv`); URLs, or commands that start a server per sample (`mcp`)."""
     args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
     max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
     on_timeout: Literal["retry", "score"] = "retry"
@@ -115,8 +115,7 @@ class WorkerWorkflowConfig(Section):
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
     workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
     memory_gib: PositiveFloat | None = None
-    """A worker whose processes have more resident memory is started again, and its samples are repeated; no limit if
-    unset."""
+    """A worker with more resident memory, its children's too, is restarted; its samples are repeated."""
 
     @property
     def calls_endpoint(self) -> bool:
