@@ -183,21 +183,20 @@ class Prompt:
 
 
 class Order(Protocol):
-    """What puts samples at positions, in place of a shuffled order of all."""
+    """What puts samples at positions, in place of a shuffled order of all; ``key`` is what it depends on.
 
-    @property
-    def key(self) -> str:
-        """What the order depends on, for the digest of the stream."""
-        ...
+    One of each of the ``sets`` of indices has to fit. ``starts`` are the positions at which it changes, its state.
+    """
 
-    @property
-    def sets(self) -> Iterable[Sequence[int]]:
-        """Indices of the samples between which chance does not choose; one of each has to fit."""
-        ...
+    key: str
+    sets: Sequence[Sequence[int]]
+    starts: list[int]
 
-    def place(self, position: int) -> tuple[int, int]:
-        """Epoch and index of the sample, which no two positions share."""
-        ...
+    def place(self, position: int) -> tuple[int, int]: ...  # epoch and index, which no two positions share
+
+    def issue(self, position: int, step: int) -> None: ...
+
+    def restore(self, starts: Sequence[int]) -> None: ...
 
 
 class PromptStream:
@@ -220,7 +219,7 @@ class PromptStream:
     ) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
         self._samples, self._formatter = samples, formatter
-        self._seed, self._max_prompt_tokens, self._order = seed, max_prompt_tokens, order
+        self._seed, self._max_prompt_tokens, self.order = seed, max_prompt_tokens, order
         digest, blank = blake2b(str(seed).encode(), digest_size=16), list[Sample]()
 
         def uids() -> Iterator[str]:  # in one pass: samples may be decoded at each access
@@ -250,9 +249,9 @@ class PromptStream:
         return locate(position, len(self._samples), self._seed)[1]
 
     def at(self, position: int) -> Prompt:
-        order = self._order
-        place = locate(position, len(self._samples), self._seed) if order is None else order.place(position)
-        return self._prompt(position, *place)
+        if self.order is not None:
+            return self._prompt(position, *self.order.place(position))
+        return self._prompt(position, *locate(position, len(self._samples), self._seed))
 
     def _prompt(self, position: int, epoch: int, index: int) -> Prompt:
         sample = self._samples[index]

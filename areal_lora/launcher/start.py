@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
-import numpy as np
 import psutil
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
@@ -330,12 +329,15 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
 
     A text has no more tokens than bytes, so a tokenizer, whose import takes seconds, is rarely needed.
     """
-    sizes = np.fromiter((len(sample.prompt.encode()) for sample in samples), np.int64, len(samples))
-    if sizes.min() < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
+    sizes = [len(sample.prompt.encode()) for sample in samples]
+    if min(sizes) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
         return True
     # The process may be a notebook that uses transformers' models later.
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=adapter.task.format)
-    return any(len(formatter.token_ids(sample)) <= room for sample in map(samples.__getitem__, np.argsort(sizes)))
+    return any(
+        len(formatter.token_ids(sample)) <= room
+        for sample in map(samples.__getitem__, sorted(range(len(sizes)), key=sizes.__getitem__))
+    )
 
 
 ENGINES = {"megatron": ("megatron.core", "megatron.bridge"), "fsdp": ("transformers",)}

@@ -12,7 +12,6 @@ sample that does not end within ``CANCEL_S`` of its cancellation costs its worke
 import asyncio
 import contextlib
 import itertools
-import mmap
 import os
 import signal
 import sys
@@ -155,11 +154,8 @@ class EnvironmentWorkers:
             used = await asyncio.to_thread(list, map(resident_bytes, [process.pid for process in running]))
             for process, size in zip(running, used, strict=True):
                 if size > most_gib * 2**30 and process.returncode is None:
-                    log.warning(
-                        "an environment worker has %.2f GiB, more than workflow.memory_gib = %g: it is started again",
-                        size / 2**30,
-                        most_gib,
-                    )
+                    text = "an environment worker has %.2f GiB, workflow.memory_gib is %g: it is started again"
+                    log.warning(text, size / 2**30, most_gib)
                     _kill_group(process)
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -342,10 +338,9 @@ def resident_bytes(pid: int) -> int:
     size = 0
     with contextlib.suppress(OSError):  # it ends meanwhile
         place = Path("/proc", str(pid))
-        size = int((place / "statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-        for thread in (place / "task").iterdir():
-            children = (thread / "children").read_text(encoding="ascii").split()
-            size += sum(resident_bytes(int(child)) for child in children)
+        size = int((place / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for children in place.glob("task/*/children"):
+            size += sum(resident_bytes(int(child)) for child in children.read_text(encoding="ascii").split())
     return size
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.recorded import adapter_run, alone, read_config
@@ -97,15 +96,18 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     set_status(run_folder, ROLE, 0, "reading prompts")
     with collector_paused():
         tokenizer = load_tokenizer(config.model.folder)
-    return [adapter_data(config, adapter, tokenizer, run_folder.path) for adapter in config.adapters]
+    return [adapter_data(config, adapter, tokenizer, run_folder) for adapter in config.adapters]
 
 
 def adapter_data(
-    config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer, folder: Path | None = None
+    config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer, folder: RunFolder | None = None
 ) -> AdapterData:
     """Rows of data sets are kept in ``folder``."""
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
-    samples, seed = load_samples(adapter.task, "train", folder), adapter_run(config, adapter).seed
+    samples, seed = (
+        load_samples(adapter.task, "train", folder.path if folder else None),
+        adapter_run(config, adapter).seed,
+    )
     staged = adapter.sampling.staged
     curriculum = Curriculum(staged, samples, seed) if staged is not None else None
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
@@ -172,9 +174,9 @@ class SharedResources:
             if teacher is not None:
                 await teacher.close()
 
-        solved, curriculum = None, part.curriculum
-        if curriculum is not None:
-            curriculum.attach(self.ledger, adapter.name)
+        if part.curriculum is not None:
+            part.curriculum.attach(self.ledger, adapter.name)
+        solved = None
         if sampling.difficulty == "learnability":
             solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)
         single_turn = isinstance(adapter.workflow, SingleTurnWorkflowConfig)
@@ -192,7 +194,6 @@ class SharedResources:
             lease_s=(SINGLE_TURN_LEASE if single_turn else EPISODE_LEASE) * sampling.timeout_s + LEASE_SLACK_S,
             drop_uniform=adapter.algorithm.drop_uniform,
             solved=solved,
-            curriculum=curriculum,
         )
         return AdapterRuntime(
             feed=feed,

@@ -60,7 +60,6 @@ class PackedTurns:
 
     @property
     def any_sampled(self) -> bool:
-        """Whether there are tokens of the policy."""
         return any(not isinstance(part, bytes) and part.n_sampled for part in self.parts)
 
     def ids(self, end: int | None = None) -> "array[int]":

@@ -6,7 +6,6 @@ What joins a run has the checks of a start as well (`joining`).
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 
 import msgspec
 
@@ -78,7 +77,7 @@ def _problem(
     except ConfigError as error:
         path = error.path.replace("task.", f"{at}.{key}.", 1) if error.path.startswith("task.") else error.path
         return ConfigError(path, error.reason, error.fix)
-    without = next((sample for sample in chain(*loaded) if not sample.gold.strip()), None)
+    without = next((sample for samples in loaded for sample in samples if not sample.gold.strip()), None)
     for place, reward in sections.reward_keys(f"{at}.", rewards):
         if without is not None and isinstance(reward, sections.BuiltInReward) and reward.kind != "none":
             return ConfigError(
@@ -88,7 +87,7 @@ def _problem(
             )
         if isinstance(reward, sections.CodeReward):
             settings = msgspec.convert(reward.model_dump(), CodeSettings)
-            for sample in chain(*loaded):
+            for sample in (sample for samples in loaded for sample in samples):
                 try:
                     row_tests(sample.columns, settings)
                 except ValueError as error:

@@ -17,12 +17,10 @@ import random
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
-
-import numpy as np
 
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig
 from areal_lora.errors import ConfigError, EnvironmentError_
@@ -235,21 +233,20 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
     """Raises ConfigError where there is none, and for the first row that is no problem."""
     source = _source(task, split)
     rows = _rows(task, source, folder)
-    indices = np.arange(len(rows))
+    indices: Iterable[int] = range(len(rows))
     if task.eval is None and len(rows):
         # The same rows are held out at every start and with every seed of the run.
         size = min(HELD_OUT, len(rows) // 5) if task.n_eval is None else task.n_eval
         if not 0 < size < len(rows):
             reason = f"{size} of {len(rows)} rows would be held out"
             raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
-        held_out = np.sort(random.Random("held out").sample(range(len(rows)), size))
-        indices = held_out if split == "eval" else np.delete(indices, held_out)
-    if not len(indices):
+        held_out = frozenset(random.Random("held out").sample(range(len(rows)), size))
+        indices = (index for index in indices if (index in held_out) == (split == "eval"))
+    if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
-    made = StoredSamples(
-        rows, indices[: task.n_train if split == "train" else task.n_eval], partial(_problem, task, split)
-    )
+    most = task.n_train if split == "train" else task.n_eval
+    made = StoredSamples(rows, islice(indices, most), lambda index, row: _problem(task, split, index, row))
     for _ in made:  # raises for the first bad row
         pass
     return made

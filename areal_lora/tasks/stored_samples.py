@@ -7,12 +7,8 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from areal_lora.config.sections.adapter import StagedDifficulty
 from areal_lora.errors import ConfigError
@@ -32,49 +28,34 @@ class StoredRows:
 
     def __init__(self, rows: Iterable[Row], folder: Path | None) -> None:
         """Raises OSError where the disk is full."""
-        ends = array("q", [0])
+        self._ends = array("q", [0])  # [N + 1]: row i is the bytes from entry i to i + 1
         with tempfile.TemporaryFile(dir=folder) as file:
             for row in rows:
                 # Not msgspec: integers may have more than 64 bits, text may have lone surrogates.
-                ends.append(ends[-1] + file.write(json.dumps((row.place, row.values)).encode()))
+                self._ends.append(self._ends[-1] + file.write(json.dumps((row.place, row.values)).encode()))
             file.flush()
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if ends[-1] else None
-        self._ends = np.array(ends, dtype=np.int64)  # [N + 1]: row i is the bytes from entry i to i + 1
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._ends[-1] else b""
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Row:
-        if self._bytes is None:
-            raise IndexError(index)
-        start, end = self._ends[index : index + 2]
-        return Row(*json.loads(self._bytes[start:end]))
+        return Row(*json.loads(self._bytes[self._ends[index] : self._ends[index + 1]]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StoredSamples(Sequence[Sample]):
-    """The rows ``indices`` [N] int64 of ``rows``, each made a sample by ``sample_of(index, row)`` at each access."""
+    """The rows ``indices`` of ``rows``, each made a sample by ``sample_of(index, row)`` at each access."""
 
-    rows: StoredRows
-    indices: NDArray[np.int64]
-    sample_of: Callable[[int, Row], Sample]
+    def __init__(self, rows: StoredRows, indices: Iterable[int], sample_of: Callable[[int, Row], Sample]) -> None:
+        self.rows, self.indices, self.sample_of = rows, array("q", indices), sample_of
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self._at(row) for row in self.indices[index].tolist()]
-        return self._at(int(self.indices[index]))
-
-    def _at(self, row: int) -> Sample:
-        return self.sample_of(row, self.rows[row])
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self.sample_of(index, self.rows[index]) for index in self.indices[place]]
+        return self.sample_of(self.indices[place], self.rows[self.indices[place]])
 
 
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
@@ -117,7 +98,6 @@ def indices_by_value(samples: Sequence[Sample], chosen: StagedDifficulty) -> "di
     for number, stage in enumerate(chosen.stages):
         if unknown := [value for value in stage.weights if value not in found]:
             reason = f"no row has {unknown[0]!r} in column {chosen.column!r}"
-            raise ConfigError(
-                f"{key}.stages.{number}.weights", reason, f"give weights to: {', '.join(islice(found, 20))}"
-            )
+            fix = f"give weights to: {', '.join(sorted(found)[:20])}"
+            raise ConfigError(f"{key}.stages.{number}.weights", reason, fix)
     return found

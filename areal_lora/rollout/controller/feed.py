@@ -23,7 +23,6 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.groups import DropReport, FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
-from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
@@ -43,7 +42,7 @@ class AdapterFeed:
     ``on_expire(ticket)`` is called for a running group whose answer is not needed any more; the caller abandons
     its request. Later reports about it are counted and ignored. A request that runs longer than ``lease_s`` is
     taken for lost. ``drop_uniform``: groups without variance of rewards are not trained on. Prompts are drawn by their
-    ``solved`` shares, where they are given, or in the order of a ``curriculum``, which is that of ``prompts``.
+    ``solved`` shares, where they are given.
     """
 
     def __init__(
@@ -60,15 +59,14 @@ class AdapterFeed:
         lease_s: float = 3600.0,
         drop_uniform: bool = False,
         solved: SolvedShares | None = None,
-        curriculum: Curriculum | None = None,
     ) -> None:
         self.name, self.budget, self.max_running = name, budget, max_running
         self.newest = NO_VERSION  # the newest version announced
-        self.groups = GroupPool(prompts, ledger, solved, curriculum, on_expire=on_expire, clock=clock)
+        self.groups = GroupPool(prompts, ledger, solved, on_expire=on_expire, clock=clock)
         self.dropped = DropReport(budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
-        self._ledger, self._clock, self._solved, self._curriculum = ledger, clock, solved, curriculum
+        self._ledger, self._clock, self._solved, self._order = ledger, clock, solved, prompts.order
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
@@ -102,8 +100,8 @@ class AdapterFeed:
                 self.groups.birth += 1
                 if self._solved is not None:
                     self._solved.restore(decoded.solved if decoded is not None else {})
-                if self._curriculum is not None:
-                    self._curriculum.restore(decoded.stages if decoded is not None else ())
+                if self._order is not None:
+                    self._order.restore(decoded.stages if decoded is not None else ())
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
             self._resumed.append(version)
@@ -260,7 +258,7 @@ class AdapterFeed:
             reached("controller.leased")
             self.pacer.taken()
         solved = None if self._solved is None else self._solved.counts
-        stages = () if self._curriculum is None else self._curriculum.starts
+        stages = () if self._order is None else self._order.starts
         snapshot = take_snapshot(self._ledger, step + 1, solved, stages)
         return Lease(step=step, finished=tuple(chosen), snapshot=snapshot)
 

@@ -21,7 +21,6 @@ from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
-from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
@@ -213,7 +212,6 @@ class GroupPool:
         prompts: PromptStream,
         ledger: Ledger,
         solved: SolvedShares | None,
-        curriculum: Curriculum | None,
         *,
         on_expire: Callable[[Ticket], None],
         clock: Callable[[], float],
@@ -227,8 +225,7 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.tally = GroupTally()
-        self.on_expire, self._prompts, self._clock = on_expire, prompts, clock
-        self._solved, self._curriculum = solved, curriculum
+        self.on_expire, self._prompts, self._solved, self._clock = on_expire, prompts, solved, clock
 
     # ------------------------------------------------------------ loading
 
@@ -281,8 +278,8 @@ class GroupPool:
             head.next_position += 1
             if self._solved is not None and not self._solved.draws(position):
                 continue
-            if self._curriculum is not None:
-                self._curriculum.issue(position, step)
+            if self._prompts.order is not None:
+                self._prompts.order.issue(position, step)
             prompt = self._prompts.at(position)
             seq = self.ledger.issue(prompt.position, 1)
             if (refusal := self._prompts.refusal(prompt)) is not None:

@@ -8,10 +8,8 @@ A position belongs to the stage of the step that its group is for, when it is is
 at which stages start are in the ledger file, and in its snapshots.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b
-from itertools import accumulate
+import random
+from collections.abc import Sequence
 
 from areal_lora.config.sections.adapter import StagedDifficulty
 from areal_lora.data.prompts import locate
@@ -29,22 +27,13 @@ class Curriculum:
 
     def __init__(self, chosen: StagedDifficulty, samples: Sequence[Sample], seed: int) -> None:
         """Raises ConfigError for what `indices_by_value` refuses."""
-        self._seed, self._chosen, self._rows = seed, chosen, indices_by_value(samples, chosen)
-        drawn = [{value: weight for value, weight in stage.weights.items() if weight} for stage in chosen.stages]
-        self._values, self._shares = [list(each) for each in drawn], [list(accumulate(each.values())) for each in drawn]
+        self._seed, self._stages, self._rows = seed, chosen.stages, indices_by_value(samples, chosen)
+        drawn = {value for stage in chosen.stages for value, weight in stage.weights.items() if weight}
+        self.sets: Sequence[Sequence[int]] = [self._rows[value] for value in sorted(drawn)]
+        self.key = chosen.model_dump_json()
         self.starts = list[int]()
         self._file: LedgerFile | None = None
         self._adapter = ""
-
-    @property
-    def key(self) -> str:
-        """What the order depends on, for the digest of the prompts."""
-        return self._chosen.model_dump_json()
-
-    @property
-    def sets(self) -> Iterable[Sequence[int]]:
-        """The rows of each value that has a weight."""
-        return (self._rows[value] for value in {value for values in self._values for value in values})
 
     def attach(self, file: LedgerFile, adapter: str) -> None:
         """Read the stages' starts from ``file``, and keep them there."""
@@ -55,18 +44,15 @@ class Curriculum:
 
     def place(self, position: int) -> tuple[int, int]:
         """Epoch of the row among those of its value, and its index in the data set."""
-        stage = bisect_right(self.starts, position)
-        shares, values = self._shares[stage], self._values[stage]
-        digest = blake2b(f"{self._seed}:{position}".encode(), digest_size=8, person=b"curriculum").digest()
-        drawn = int.from_bytes(digest, "little") / 2**64 * shares[-1]
-        rows = self._rows[values[bisect_right(shares, drawn, hi=len(shares) - 1)]]
+        weights = self._stages[sum(start <= position for start in self.starts)].weights
+        chance = random.Random(f"curriculum {self._seed} {position}")
+        rows = self._rows[chance.choices(list(weights), list(weights.values()))[0]]
         epoch, index = locate(position, len(rows), self._seed)
         return epoch, rows[index]
 
     def issue(self, position: int, step: int) -> None:
         """``position``, the largest so far, is issued for ``step``. Until the ledger's next flush in memory only."""
-        stages = self._chosen.stages
-        while (until := stages[len(self.starts)].until) is not None and step >= until:
+        while (until := self._stages[len(self.starts)].until) is not None and step >= until:
             self.restore([*self.starts, position])
 
     def restore(self, starts: Sequence[int]) -> None:

@@ -99,7 +99,6 @@ def feed(
         lease_s=lease_s,
         drop_uniform=drop_uniform,
         solved=SolvedShares(file, NAME, prompts, seed=0) if by_difficulty else None,
-        curriculum=curriculum,
     )
     if version is not None:
         made.hello(version, trainer="first", snapshot=snapshot(ledger, version) if version else b"")

@@ -149,7 +149,7 @@ def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
         assert [(t.sample, t.reward) for t in one.group.trajectories] == [(0, 3.0), (1, 3.0)]
     started = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
     assert len(started) == 2, "a second process, which is below the limit"
-    assert re.search(r"has \d\.\d\d GiB, more than workflow\.memory_gib = 0\.3: it is started again", caplog.text)
+    assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", caplog.text)
 
 
 TURNS = """

@@ -10,7 +10,6 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from areal_lora.config.sections.task import DatasetTask
@@ -43,7 +42,7 @@ def test_samples_are_the_chosen_rows_in_their_order() -> None:
     rng = random.Random(seed := random.randrange(1 << 30))
     rows = StoredRows((Row(f"f:{i}", {"i": i}) for i in range(200)), None)
     chosen = sorted(rng.sample(range(200), 70))
-    made = StoredSamples(rows, np.array(chosen), numbered)
+    made = StoredSamples(rows, chosen, numbered)
     assert [s.columns["i"] for s in made] == chosen, f"seed {seed}"
     assert [s.uid for s in made[5:9]] == [str(i) for i in chosen[5:9]]
     assert made[-1].prompt == f"f:{chosen[-1]}"
