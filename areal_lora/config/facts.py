@@ -234,8 +234,11 @@ def named_code(adapter: models.AdapterConfig, at: str = "") -> Iterator[tuple[st
         case models.WorkerWorkflowConfig() as chosen:
             settings = json.dumps(chosen.args) if chosen.kind == "verifiers" and chosen.args else None  # may name code
             parser = None if chosen.tool_parser and chosen.tool_parser.isidentifier() else chosen.tool_parser
-            texts = {"path": chosen.path, "env": chosen.env, "args": settings, "python": chosen.python}
-            texts |= {f"servers.{i}": server for i, server in enumerate(chosen.servers)} | {"tool_parser": parser}
+            texts = {"path": chosen.path, "args": settings, "python": chosen.python, "tool_parser": parser}
+            if isinstance(chosen.env, list):
+                texts |= {f"env.{i}": server for i, server in enumerate(chosen.env)}
+            else:
+                texts["env"] = chosen.env
             yield from ((f"{at}workflow.{key}", text) for key, text in texts.items() if text)
 
 

@@ -13,11 +13,13 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from areal_lora.config.sections.task import PromptFormat
 from areal_lora.errors import ConfigError
@@ -180,6 +182,23 @@ class Prompt:
     token_ids: list[int]  # [P]
 
 
+class Order(Protocol):
+    """What puts samples at positions, in place of a shuffled order of all; ``key`` is what it depends on.
+
+    One of each of the ``sets`` of indices has to fit. ``starts`` are the positions at which it changes, its state.
+    """
+
+    key: str
+    sets: Sequence[Sequence[int]]
+    starts: list[int]
+
+    def place(self, position: int) -> tuple[int, int]: ...  # epoch and index, which no two positions share
+
+    def issue(self, position: int, step: int) -> None: ...
+
+    def restore(self, starts: Sequence[int]) -> None: ...
+
+
 class PromptStream:
     """Maps a stream position to a prompt; keeps no position itself.
 
@@ -189,30 +208,52 @@ class PromptStream:
     with the same ``digest`` put the same sample at the same position.
     """
 
-    def __init__(self, samples: Sequence[Sample], formatter: Formatter, *, seed: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        formatter: Formatter,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        order: Order | None = None,
+    ) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
-        check_samples(samples)
         self._samples, self._formatter = samples, formatter
-        self._seed, self._max_prompt_tokens = seed, max_prompt_tokens
-        digest = blake2b(str(seed).encode(), digest_size=16)
-        for sample in samples:
-            digest.update(b"\n" + sample.uid.encode())
+        self._seed, self._max_prompt_tokens, self.order = seed, max_prompt_tokens, order
+        digest, blank = blake2b(str(seed).encode(), digest_size=16), list[Sample]()
+
+        def uids() -> Iterator[str]:  # in one pass: samples may be decoded at each access
+            for sample in samples:
+                digest.update(b"\n" + sample.uid.encode())
+                if not sample.prompt.strip():
+                    blank.append(sample)
+                yield sample.uid
+
+        check_uids(uids(), len(samples))
+        if order is not None:
+            digest.update(order.key.encode())
         self.digest = digest.hexdigest()
-        if blank := [sample for sample in samples if not sample.prompt.strip()]:
+        if blank:
             prompts_of(blank, formatter)
-        if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
-            raise ConfigError(
-                "rollout.max_model_len",
-                f"all {len(samples)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
-                "raise it, or lower sampling.max_new_tokens",
-            )
+        for members in [range(len(samples))] if order is None else order.sets:
+            shuffled = (members[permute(i, len(members), seed=seed, epoch=0)] for i in range(len(members)))
+            if not any(self.refusal(self._prompt(0, 0, index)) is None for index in shuffled):
+                raise ConfigError(
+                    "rollout.max_model_len",
+                    f"all {len(members)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
+                    "raise it, or lower sampling.max_new_tokens",
+                )
 
     def index(self, position: int) -> int:
         """That of the position's sample in the data set."""
         return locate(position, len(self._samples), self._seed)[1]
 
     def at(self, position: int) -> Prompt:
-        epoch, index = locate(position, len(self._samples), self._seed)
+        if self.order is not None:
+            return self._prompt(position, *self.order.place(position))
+        return self._prompt(position, *locate(position, len(self._samples), self._seed))
+
+    def _prompt(self, position: int, epoch: int, index: int) -> Prompt:
         sample = self._samples[index]
         return self._formatter.prompt(sample, f"{epoch}:{sample.uid}", position)
 
@@ -223,17 +264,19 @@ class PromptStream:
         return "prompt_too_long" if len(prompt.token_ids) > self._max_prompt_tokens else None
 
 
-def check_samples(samples: Sequence[Sample]) -> None:
+def check_uids(uids: Iterable[str], n: int) -> None:
     """Raises ConfigError for no samples or a repeated uid."""
-    if not samples:
+    if not n:
         raise ConfigError("adapters.task", "the task has no samples", "check its file and sizes")
-    if len({sample.uid for sample in samples}) != len(samples):
+    # Of digests: a set of a million texts is 100 MB.
+    digests = np.fromiter((blake2b(uid.encode(), digest_size=16).digest() for uid in uids), "S16", n)
+    if len(np.unique(digests)) != n:
         raise ConfigError("adapters.task", "two samples share a uid, exactly-once needs them apart", "make uids unique")
 
 
 def prompts_of(samples: Sequence[Sample], formatter: Formatter) -> list[Prompt]:
-    """The prompts of a small set; raises as `check_samples` and for a prompt without tokens."""
-    check_samples(samples)
+    """The prompts of a small set; raises as `check_uids` and for a prompt without tokens."""
+    check_uids((sample.uid for sample in samples), len(samples))
     prompts = [formatter.prompt(sample, sample.uid, i) for i, sample in enumerate(samples)]
     for prompt in prompts:
         if not prompt.token_ids:

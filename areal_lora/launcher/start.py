@@ -310,7 +310,7 @@ def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
         if adapter.is_client or (reads_hub(adapter.task) and not online):
             continue
         samples = load_samples(adapter.task, "train")
-        different = len({sample.prompt for sample in samples})
+        different = len({hash(sample.prompt) for sample in samples})
         if different <= len(samples) // 2:
             reason = f"{len(samples)} training rows have {different} different prompt{'s' * (different != 1)}"
             yield warning(f"adapters.{i}.task", reason, "check task.columns.prompt and the template")
@@ -329,12 +329,15 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
 
     A text has no more tokens than bytes, so a tokenizer, whose import takes seconds, is rarely needed.
     """
-    shortest = sorted(samples, key=lambda sample: len(sample.prompt.encode()))
-    if len(shortest[0].prompt.encode()) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
+    sizes = [len(sample.prompt.encode()) for sample in samples]
+    if min(sizes) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
         return True
     # The process may be a notebook that uses transformers' models later.
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=adapter.task.format)
-    return any(len(formatter.token_ids(sample)) <= room for sample in shortest)
+    return any(
+        len(formatter.token_ids(sample)) <= room
+        for sample in map(samples.__getitem__, sorted(range(len(sizes)), key=sizes.__getitem__))
+    )
 
 
 ENGINES = {"megatron": ("megatron.core", "megatron.bridge"), "fsdp": ("transformers",)}

@@ -179,7 +179,7 @@ class Mcp(WorkerKind):
     """The servers' tools are the model's, until it answers without a call. The configured reward scores the answer."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.servers = setup["servers"]
+        self.servers = setup["env"]
         importlib.import_module("mcp")
 
     async def play(self, task: Task) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from asyncio.subprocess import Process
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -26,6 +27,7 @@ import msgspec
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.errors import AlignmentError, ConfigError, undo_on_error
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentTask
@@ -38,7 +40,10 @@ from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
 CANCEL_S = 10.0
+MEMORY_S = 1.0  # between two looks at the memory of workers
 LARGEST_BYTES = 1 << 30  # routes of the long answers of a custom workflow
+
+log = get_logger(__name__)
 
 
 class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +117,10 @@ class EnvironmentWorkers:
     """
 
     def __init__(self, chosen: Section, context: ContextFields) -> None:
-        self.context, self._workers = context, list[_Worker]()
+        self.context, self._workers, self._most_gib = context, list[_Worker](), None
+        self._watch: asyncio.Task[None] | None = None
         if isinstance(chosen, WorkerWorkflowConfig):
+            self._most_gib = chosen.memory_gib
             self._workers += (_Worker(chosen, context) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
@@ -135,12 +142,28 @@ class EnvironmentWorkers:
         """Start the first worker; the others start with their first sample. Raises ConfigError."""
         for worker in self._workers[:1]:
             await worker.ready()
+        if self._most_gib is not None:
+            self._watch = watched_task("environment-memory", partial(self._bound_memory, self._most_gib))
         return self
+
+    async def _bound_memory(self, most_gib: float) -> None:
+        """Kill each worker that has more, which repeats its samples."""
+        while True:
+            await asyncio.sleep(MEMORY_S)
+            running = [process for worker in self._workers if (process := worker.process) is not None]
+            used = await asyncio.to_thread(list, map(resident_bytes, [process.pid for process in running]))
+            for process, size in zip(running, used, strict=True):
+                if size > most_gib * 2**30 and process.returncode is None:
+                    text = "an environment worker has %.2f GiB, workflow.memory_gib is %g: it is started again"
+                    log.warning(text, size / 2**30, most_gib)
+                    _kill_group(process)
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for worker in self._workers:
             await worker.close()
 
@@ -157,6 +180,14 @@ class _Worker:
         self._numbers = itertools.count(1)
         self._samples: dict[int, _RunningSample] = {}
         self.n_running = 0
+
+    @property
+    def process(self) -> Process | None:
+        """None while none has started."""
+        running = self._running
+        if running is None or not running.done() or running.cancelled() or running.exception() is not None:
+            return None
+        return running.result()
 
     async def play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         self.n_running += 1
@@ -300,6 +331,17 @@ async def _received(process: Process) -> PlayResult | WorkerCall:
 
 
 _decode = msgspec.json.Decoder(PlayResult | WorkerCall).decode
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process and its descendants; pages that they share count in each. 0 for one that has ended."""
+    size = 0
+    with contextlib.suppress(OSError):  # it ends meanwhile
+        place = Path("/proc", str(pid))
+        size = int((place / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for children in place.glob("task/*/children"):
+            size += sum(resident_bytes(int(child)) for child in children.read_text(encoding="ascii").split())
+    return size
 
 
 def _kill_group(process: Process) -> None:

@@ -38,6 +38,7 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
@@ -69,6 +70,7 @@ class AdapterData:
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
+    curriculum: Curriculum | None
     sets: tuple[EvalSet, ...]
 
 
@@ -94,21 +96,26 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     set_status(run_folder, ROLE, 0, "reading prompts")
     with collector_paused():
         tokenizer = load_tokenizer(config.model.folder)
-    return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
+    return [adapter_data(config, adapter, tokenizer, run_folder) for adapter in config.adapters]
 
 
-def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
+def adapter_data(
+    config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer, folder: RunFolder | None = None
+) -> AdapterData:
+    """Rows of data sets are kept in ``folder``."""
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
+    samples, seed = (
+        load_samples(adapter.task, "train", folder.path if folder else None),
+        adapter_run(config, adapter).seed,
+    )
+    staged = adapter.sampling.staged
+    curriculum = Curriculum(staged, samples, seed) if staged is not None else None
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     return AdapterData(
         config=adapter,
         formatter=formatter,
-        prompts=PromptStream(
-            load_samples(adapter.task, "train"),
-            formatter,
-            seed=adapter_run(config, adapter).seed,
-            max_prompt_tokens=max_prompt_tokens,
-        ),
+        prompts=PromptStream(samples, formatter, seed=seed, max_prompt_tokens=max_prompt_tokens, order=curriculum),
+        curriculum=curriculum,
         sets=load_sets(config, adapter, tokenizer),
     )
 
@@ -167,6 +174,8 @@ class SharedResources:
             if teacher is not None:
                 await teacher.close()
 
+        if part.curriculum is not None:
+            part.curriculum.attach(self.ledger, adapter.name)
         solved = None
         if sampling.difficulty == "learnability":
             solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)

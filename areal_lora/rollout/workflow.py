@@ -38,21 +38,33 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PackedTurns:
-    """One growing sequence: the prompt, then in turn the model's answers and the replies."""
+    """One growing sequence: the prompt, then in turn the model's answers and the replies.
 
-    parts: list[TokenColumns] = field(default_factory=list)
+    ``parts`` are columns of what the model answered, and of the rest the token ids [T] int32 alone.
+    """
+
+    parts: list[TokenColumns | bytes] = field(default_factory=list)
     finish_reason: str = ""
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self._ids())) // 4
+
+    def _ids(self) -> list[bytes]:
+        return [part if isinstance(part, bytes) else part.token_ids for part in self.parts]
 
     @property
     def columns(self) -> TokenColumns:
-        return TokenColumns.joined(self.parts)
+        return TokenColumns.joined(
+            [TokenColumns.unsampled(array("i", part)) if isinstance(part, bytes) else part for part in self.parts]
+        )
+
+    @property
+    def any_sampled(self) -> bool:
+        return any(not isinstance(part, bytes) and part.n_sampled for part in self.parts)
 
     def ids(self, end: int | None = None) -> "array[int]":
         """The first ``end`` tokens."""
-        return array("i", b"".join([part.token_ids for part in self.parts])[: None if end is None else 4 * end])
+        return array("i", b"".join(self._ids())[: None if end is None else 4 * end])
 
     @property
     def token_ids(self) -> list[int]:
@@ -60,12 +72,13 @@ class PackedTurns:
 
     def starts(self, token_ids: bytes) -> bool:
         """Whether ``token_ids`` [T] int32 start with all of these."""
-        ends = itertools.accumulate((len(part.token_ids) for part in self.parts), initial=0)
-        return all(token_ids.startswith(part.token_ids, at) for part, at in zip(self.parts, ends, strict=False))
+        parts = self._ids()
+        starts = itertools.accumulate(map(len, parts), initial=0)
+        return all(token_ids.startswith(part, at) for part, at in zip(parts, starts, strict=False))
 
     def given(self, token_ids: Sequence[int]) -> None:
         """Append what the model did not sample: the prompt, or a reply."""
-        self.parts.append(TokenColumns.unsampled(token_ids))
+        self.parts.append(array("i", token_ids).tobytes())
 
     def sampled(self, answer: Generation) -> None:
         """Append what the model answered to all of the tokens so far, of which those without a route have one now."""

@@ -21,6 +21,7 @@ from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import given_answer, load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.tasks.stored_samples import indices_by_value
 from areal_lora.tasks.word_problems import Split
 from areal_lora.types import Outcome
 
@@ -54,10 +55,13 @@ def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
             if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
                 continue
             problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward)
-            if problem is None and key == "task" and adapter.sft.steps:
+            if problem is None and key == "task" and (adapter.sft.steps or adapter.sampling.staged is not None):
                 try:
-                    for sample in load_samples(task, "train"):
+                    samples = load_samples(task, "train")
+                    for sample in samples if adapter.sft.steps else ():
                         given_answer(sample, adapter.sft.column)
+                    if adapter.sampling.staged is not None:
+                        indices_by_value(samples, adapter.sampling.staged)
                 except ConfigError as error:
                     problem = ConfigError(f"adapters.{i}.{error.path}", error.reason, error.fix)
             if problem is not None:
@@ -69,11 +73,11 @@ def _problem(
 ) -> ConfigError | None:
     """The first problem of one task, which is at ``key`` of the adapter at ``at``."""
     try:
-        samples = [sample for split in splits for sample in load_samples(task, split)]
+        loaded = [load_samples(task, split) for split in splits]
     except ConfigError as error:
         path = error.path.replace("task.", f"{at}.{key}.", 1) if error.path.startswith("task.") else error.path
         return ConfigError(path, error.reason, error.fix)
-    without = next((sample for sample in samples if not sample.gold.strip()), None)
+    without = next((sample for samples in loaded for sample in samples if not sample.gold.strip()), None)
     for place, reward in sections.reward_keys(f"{at}.", rewards):
         if without is not None and isinstance(reward, sections.BuiltInReward) and reward.kind != "none":
             return ConfigError(
@@ -83,7 +87,7 @@ def _problem(
             )
         if isinstance(reward, sections.CodeReward):
             settings = msgspec.convert(reward.model_dump(), CodeSettings)
-            for sample in samples:
+            for sample in (sample for samples in loaded for sample in samples):
                 try:
                     row_tests(sample.columns, settings)
                 except ValueError as error:

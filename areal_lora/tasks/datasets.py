@@ -15,17 +15,19 @@ import decimal
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.rewards import extract_answer
+from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples, names_in, value_of
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
@@ -50,33 +52,9 @@ class RowSource:
         return not Path(self.path).exists() and _names_a_set(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """``values`` are the columns, as JSON has them."""
-
-    place: str
-    values: dict[str, Any]
-
-
 def _names_a_set(path: str) -> bool:
     """Whether ``path`` reads as ``org/name``. ``data/train.jsonl`` is a file, also where it does not exist."""
     return is_hub_name(path) and Path(path).suffix.lower() not in _READERS
-
-
-def value_of(columns: Mapping[str, Any], name: str) -> Any:
-    """The value of column ``name``, or of a field in it: ``reward_model.ground_truth``. A column whose own name has
-    dots takes precedence.
-
-    Raises KeyError where the row has neither.
-    """
-    if name in columns:
-        return columns[name]
-    value: Any = columns
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise KeyError(name)
-        value = value[part]
-    return value
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:
@@ -208,14 +186,14 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
-    """Return all problems of one split, in a fixed order with stable uids.
+def load_samples(task: TaskConfig, split: Split, folder: Path | None = None) -> Sequence[Sample]:
+    """Return all problems of one split, in a fixed order with stable uids; rows are kept in a file in ``folder``.
 
     Raises ConfigError for a missing file or column, a bad row (``file:line``), a bad template or an answer of the
     wrong kind; EnvironmentError_ if a hub data set or a package is not available.
     """
     if isinstance(task, DatasetTask):
-        return list(_problems(task, split))
+        return _problems(task, split, folder)
     size = task.n_train if split == "train" else task.n_eval
     return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)]
 
@@ -236,31 +214,52 @@ def _source(task: DatasetTask, split: Split) -> RowSource:
     )
 
 
-def _problems(task: DatasetTask, split: Split) -> Iterator[Sample]:
-    """Raises ConfigError where there is none."""
+_stored = WeakValueDictionary[Hashable, StoredRows]()
+"""Rows that another split or adapter of this process holds: the same file, unchanged, and the same rows of it."""
+
+
+def _rows(task: DatasetTask, source: RowSource, folder: Path | None) -> StoredRows:
+    if task.keep is not None:  # code, which may have changed
+        return StoredRows(_kept(task, read_rows(source)), folder)
+    path = Path(source.path)
+    changed_ns = path.stat().st_mtime_ns if path.exists() else 0
+    key = (replace(source, key=""), changed_ns, json.dumps(task.where, sort_keys=True))
+    if path.is_dir() or (rows := _stored.get(key)) is None:  # the time of a folder is not that of its files
+        rows = _stored[key] = StoredRows(_kept(task, read_rows(source)), folder)
+    return rows
+
+
+def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSamples:
+    """Raises ConfigError where there is none, and for the first row that is no problem."""
     source = _source(task, split)
-    rows = list(enumerate(_kept(task, read_rows(source))))
-    if task.eval is None and rows:
+    rows = _rows(task, source, folder)
+    indices: Iterable[int] = range(len(rows))
+    if task.eval is None and len(rows):
         # The same rows are held out at every start and with every seed of the run.
         size = min(HELD_OUT, len(rows) // 5) if task.n_eval is None else task.n_eval
         if not 0 < size < len(rows):
             reason = f"{size} of {len(rows)} rows would be held out"
             raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
         held_out = frozenset(random.Random("held out").sample(range(len(rows)), size))
-        rows = [(index, row) for index, row in rows if (index in held_out) == (split == "eval")]
-    most = task.n_train if split == "train" else task.n_eval
-    if not rows:
+        indices = (index for index in indices if (index in held_out) == (split == "eval"))
+    if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
-    for index, row in islice(rows, most):
-        sample = _sample(f"{task.kind}/{split}/{index}", row, task.columns, task.format)
-        if task.kind == "gsm8k":
-            if not isinstance(sample.answer, str) or not sample.answer.strip():
-                fix = "each row needs the columns question and answer"
-                raise ConfigError(row.place, "no text in column 'answer'", fix)
-            if extract_answer(sample.answer) is None:
-                raise ConfigError(row.place, "the answer states no number", "end it with `#### n`")
-        yield sample
+    most = task.n_train if split == "train" else task.n_eval
+    made = StoredSamples(rows, islice(indices, most), lambda index, row: _problem(task, split, index, row))
+    for _ in made:  # raises for the first bad row
+        pass
+    return made
+
+
+def _problem(task: DatasetTask, split: Split, index: int, row: Row) -> Sample:
+    sample = _sample(f"{task.kind}/{split}/{index}", row, task.columns, task.format)
+    if task.kind == "gsm8k":
+        if not isinstance(sample.answer, str) or not sample.answer.strip():
+            raise ConfigError(row.place, "no text in column 'answer'", "each row needs the columns question and answer")
+        if extract_answer(sample.answer) is None:
+            raise ConfigError(row.place, "the answer states no number", "end it with `#### n`")
+    return sample
 
 
 def _kept(task: DatasetTask, rows: Iterable[Row]) -> Iterator[Row]:
@@ -284,16 +283,8 @@ def _column(row: Row, name: str, key: str) -> Any:
     try:
         return value_of(row.values, name)
     except KeyError:
-        fix = f"set {key} to one of: {', '.join(_names(row.values))}"
+        fix = f"set {key} to one of: {', '.join(names_in(row.values))}"
         raise ConfigError(row.place, f"no column {name!r}", fix) from None
-
-
-def _names(columns: Mapping[str, Any]) -> Iterator[str]:
-    """What a column may be called: the fields of an object by their paths."""
-    for name, value in columns.items():
-        yield name
-        if isinstance(value, dict):
-            yield from (f"{name}.{field}" for field in _names(value))
 
 
 def _text(row: Row, name: str, key: str) -> str:

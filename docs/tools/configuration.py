@@ -72,12 +72,9 @@ spellings, also with `*`:
 | scope and name | `experts.linear_fc1`, `shared_expert.down_proj` |
 | dotted paths | `*.mlp.experts.*`, `decoder.layers.*.self_attention.linear_qkv` |
 
-Megatron keeps q, k and v in one layer with one lora_A, and gate and up in another. Such a layer is adapted as a whole:
-naming all its parts is the same as naming the layer, and naming only some parts is refused.
-An adapter covers all layers and all experts. A path that selects only some of them is refused.
-Router, gate of the shared expert, embeddings and output layer are never part of `all-linear`. Naming them is refused:
-vLLM could serve LoRA on them, but for embeddings and output layer of Qwen2 and Qwen2-MoE; the training engines adapt
-only projections of attention, MLP and experts.
+q, k and v share one lora_A, and so do gate and up: naming all parts names the layer, naming only some is refused.
+A path that selects only some layers or experts is refused. Router, gate of the shared expert, embeddings and output
+layer are refused: the training engines adapt only projections of attention, MLP and experts.
 
 The run uses the canonical form, which `config.json` in the run folder shows: `linear_fc1` if all its occurrences are
 selected, else `expert.linear_fc1`, `mlp.linear_fc1` or `shared_expert.linear_fc1`.

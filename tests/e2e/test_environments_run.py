@@ -53,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     python = str(environments_python())
     workflows: dict[str, dict[str, Any]] = {
         "attention": {"kind": "verifiers", "env": "cups", "args": {"agent": AGENT}, "python": python, "workers": 2},
-        "experts": {"kind": "mcp", "servers": ["python tools.py"], "tool_parser": PARSER},
+        "experts": {"kind": "mcp", "env": ["python tools.py"], "tool_parser": PARSER},
         "shared": {"kind": "gym", "env": f"{gym_classes.__file__}:Problem"},
     }
     changes = {name: {"workflow": workflow, "steps": STEPS} for name, workflow in workflows.items()}

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import yaml
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
@@ -71,12 +70,14 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
     assert rewards == [0.25, 1.0, 1.0]
 
 
-def test_the_documentations_environment_is_read() -> None:
+def test_the_page_has_a_command_for_each_environment_of_others() -> None:
     page = ALL_EXAMPLES.parent / "docs" / "en" / "tasks.md"
-    (shown,) = (block for block in blocks(page, "Environments of others") if block.language == "yaml")
-    workflow = load_config([*BASE, yaml.safe_load(shown.text)]).adapters[0].workflow
-    assert isinstance(workflow, WorkerWorkflowConfig)
-    assert (workflow.kind, workflow.env, workflow.workers) == ("verifiers", "gsm8k", 4)
+    for heading, kind in {"verifiers": "verifiers", "gym": "gym", "MCP": "mcp", "OpenEnv": "openenv"}.items():
+        (shown,) = blocks(page, heading)
+        overlay = shown.text.strip().rpartition(" ")[2]
+        workflow = load_config([*BASE, ALL_EXAMPLES.parent / overlay]).adapters[0].workflow
+        assert isinstance(workflow, WorkerWorkflowConfig)
+        assert workflow.kind == kind
 
 
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (ALL_EXAMPLES / "workflows").glob("*.yaml")))

@@ -192,9 +192,12 @@ def chat_template(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
 @of_each_adapter
 def columns_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     """A task that is computed has no columns to name."""
-    if adapter.sft.column is not None and isinstance(adapter.task, WordProblemsTask):
-        reason = f"{adapter.sft.column!r} names a column, and task.kind {adapter.task.kind} has none: it is computed"
-        yield Finding("sft.column", reason, "leave it out to train on computed answers, or use task.kind dataset")
+    staged = adapter.sampling.staged
+    columns = {"sft.column": adapter.sft.column, "sampling.difficulty.column": staged.column if staged else None}
+    for key, column in columns.items() if isinstance(adapter.task, WordProblemsTask) else ():
+        if column is not None:
+            reason = f"{column!r} names a column, and task.kind {adapter.task.kind} has none: it is computed"
+            yield Finding(key, reason, "leave it out, or use task.kind dataset")
 
 
 @of_each_adapter

@@ -23,10 +23,12 @@ AdvantageName = Literal[
     "group_mean_batch_std", "remax", "gae", "none",
 ]
 # fmt: on
+Difficulty = Literal["uniform", "learnability"]
 LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo"]
 UserFunction = Annotated[str, Field(pattern=r":"), Tag(tasks.USER)]
 """`package.module:name` or `file.py:name`."""
 named_or_path = Discriminator(lambda value: tasks.USER if isinstance(value, str) and ":" in value else tasks.NAMED)
+named_or_section = Discriminator(lambda value: tasks.NAMED if isinstance(value, str) else tasks.SECTION)
 
 PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "grpo": {},
@@ -80,10 +82,8 @@ class AlgorithmConfig(Section):
     critic_lr: PositiveFloat | None = None
     """The critic's learning rate; 10 x `optimizer.lr` if unset."""
     kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the reference.")
-    reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SERVED)] = (
-        Field(
-            "base", discriminator=Discriminator(lambda value: tasks.NAMED if isinstance(value, str) else tasks.SERVED)
-        )
+    reference: Annotated[Literal["base", "initial"], Tag(tasks.NAMED)] | Annotated[ServedModel, Tag(tasks.SECTION)] = (
+        Field("base", discriminator=named_or_section)
     )
     """`base`: the base model, adapter off; `initial`: the start of the run (`init_from`), or the version after
     `sft.steps`; a section: a teacher of the same vocabulary, on a server."""
@@ -156,6 +156,27 @@ class OptimizerConfig(Section):
     """Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."""
 
 
+class DifficultyStage(Section):
+    until: PositiveInt | None = None
+    """First training step of the next stage; unset in the last one."""
+    weights: dict[str, NonNegFloat]
+    """Shares of prompts by the column's value; others are not drawn."""
+
+
+class StagedDifficulty(Section):
+    column: str = Field(description="Column, or field in one.")
+    stages: list[DifficultyStage] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> Self:
+        ends = [stage.until or 0 for stage in self.stages]
+        if ends.pop() or ends != sorted(set(ends)) or 0 in ends:
+            raise ValueError("stages follow each other: give each but the last a larger until, and the last none")
+        if not all(any(stage.weights.values()) for stage in self.stages):
+            raise ValueError("a stage draws nothing: give it a weight above 0")
+        return self
+
+
 class SamplingConfig(Section):
     prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
@@ -170,13 +191,20 @@ class SamplingConfig(Section):
     """Omit tokens with less than this share of the likeliest one's probability; needs `top_k`."""
     min_tokens: NonNegInt = 0
     """An answer does not end before so many tokens; without `top_k` a bias where the model would have ended it."""
-    difficulty: Literal["uniform", "learnability"] = "uniform"
-    """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p)."""
+    difficulty: Annotated[Difficulty, Tag(tasks.NAMED)] | Annotated[StagedDifficulty, Tag(tasks.SECTION)] = Field(
+        "uniform", discriminator=named_or_section
+    )
+    """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). Or
+    stages."""
     stop: list[str] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
     `timeout`. A single-turn rollout is repeated after ten times as long."""
+
+    @property
+    def staged(self) -> StagedDifficulty | None:
+        return self.difficulty if isinstance(self.difficulty, StagedDifficulty) else None
 
     @property
     def truncates(self) -> bool:

@@ -102,11 +102,10 @@ class WorkerWorkflowConfig(Section):
     path: str | None = None
     """`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, which calls the OpenAI
     endpoint in `task` with the key in `task`; of `factory(context, **args)` (`custom`)."""
-    env: str | None = None
+    env: str | list[str] | None = None
     """`file.py:Class` of an Environment (`multi_turn`) or a class with gymnasium's methods (`gym`), taskset
-    (`verifiers`), or URL (`openenv`)."""
+    (`verifiers`), or URL (`openenv`); URLs, or commands that start a server per sample (`mcp`)."""
     args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
-    servers: list[str] = Field([], description="URLs, or commands that start a server per sample (`mcp`).")
     max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
     on_timeout: Literal["retry", "score"] = "retry"
     """After `sampling.timeout_s` a sample is repeated, then its group, or (`score`) scored: by its rewards so far
@@ -115,6 +114,8 @@ class WorkerWorkflowConfig(Section):
     """One of vLLM's tool parsers (`hermes`, ...), or `file.py:Class` of your own; if unset, tools are refused."""
     python: str | None = Field(None, description="Interpreter of the workers; this one if unset.")
     workers: PositiveInt = Field(1, description="Processes; each runs many samples at a time.")
+    memory_gib: PositiveFloat | None = None
+    """A worker with more resident memory, its children's too, is restarted; its samples are repeated."""
 
     @property
     def calls_endpoint(self) -> bool:
@@ -123,10 +124,11 @@ class WorkerWorkflowConfig(Section):
 
     @model_validator(mode="after")
     def _names_its_code(self) -> Self:
-        needed = {"agent": "path", "custom": "path", "mcp": "servers"}.get(self.kind, "env")
-        given = [key for key in ("path", "env", "servers") if getattr(self, key)]
-        if given != [needed]:
-            raise ValueError(f"kind {self.kind} needs {needed}, and no other of path, env and servers: set it alone")
+        needed = {"agent": "path", "custom": "path"}.get(self.kind, "env")
+        if [key for key in ("path", "env") if getattr(self, key)] != [needed]:
+            raise ValueError(f"kind {self.kind} needs {needed}, and no other of path and env: set it alone")
+        if self.env and isinstance(self.env, list) != (self.kind == "mcp"):
+            raise ValueError("env is a list for kind mcp, [python tools.py], and a text for the other kinds")
         if self.kind == "openenv" and not str(self.env).startswith(("http://", "https://")):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
         if self.on_timeout == "score" and self.kind == "custom":
@@ -183,7 +185,7 @@ class EvalSetConfig(Section):
         return self
 
 
-ONE, SEVERAL, NAMED, SERVED, USER = TAGS = "(one)", "(several)", "(named)", "(served)", "(user)"
+ONE, SEVERAL, NAMED, SECTION, USER = TAGS = "(one)", "(several)", "(named)", "(section)", "(user)"
 """Tags of spellings in pydantic's locations; no key is called so."""
 
 

@@ -28,8 +28,8 @@ _ANSWER = "areal answer"
 class KnownTurns:
     """``n`` turns up to an answer and with it: those of ``before``, then ``added``. Memory is for these only.
 
-    Their tokens are the first ``end`` ones of ``conversation``. ``written`` is length and digest of what the template
-    wrote before the answer; ``spelt`` is the answer's text as it was sampled, with the end of sequence and without.
+    Their tokens are the first ``end`` ones of ``conversation``, the last ``n_sampled`` of them the answer. ``written``
+    is length and digest of what the template wrote before the answer.
     """
 
     before: "KnownTurns | None"
@@ -37,8 +37,8 @@ class KnownTurns:
     n: int
     conversation: PackedTurns
     end: int
+    n_sampled: int
     written: tuple[int, bytes]
-    spelt: tuple[str, str]
 
     def turns(self) -> list[Turn]:
         known: KnownTurns | None = self
@@ -90,11 +90,11 @@ class Prompts:
 
         ``request`` has the turns after the prompt's known ones.
         """
-        sampled, decode, end = reply.sampled.token_ids, self.formatter.tokenizer.decode, len(conversation)
-        raw = decode(sampled, skip_special_tokens=False)
+        sampled, end = reply.sampled.token_ids, len(conversation)
         if request.turns is None:
             if isinstance(request.prompt, str):
-                self._texts[request.prompt + raw] = conversation, end
+                text = self.formatter.tokenizer.decode(sampled, skip_special_tokens=False)
+                self._texts[request.prompt + text] = conversation, end
             return None
         known = KnownTurns(
             before=prompt.known,
@@ -102,8 +102,8 @@ class Prompts:
             n=prompt.n_known + len(request.turns) + 1,
             conversation=conversation,
             end=end,
+            n_sampled=len(sampled),
             written=prompt.written,
-            spelt=(raw, decode(sampled[:-1], skip_special_tokens=False)),
         )
         self._known[reply.turn.digest(prompt.digest)] = known
         return known
@@ -122,15 +122,18 @@ class Prompts:
             digests.append(turn.digest(digests[-1]))
         known = next((self._known[d] for d in reversed(digests) if d in self._known), None)
         ids, encode = None, self.formatter.tokenizer.encode
-        if known is not None and (after := self._after(known, request, text)) is not None:
-            ids = known.conversation.ids(known.end)
-            ids.extend(self.formatter.without_end(encode(after, add_special_tokens=False), ids))
+        if known is not None:
+            before = known.conversation.ids(known.end)
+            after = self._after(known, before[known.end - known.n_sampled :].tolist(), request, text)
+            if after is not None:
+                ids = before
+                ids.extend(self.formatter.without_end(encode(after, add_special_tokens=False), ids))
         if ids is None:  # a template writes special tokens itself
             ids = array("i", encode(text, add_special_tokens=False))
         return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=(len(text), digest(b"", text)))
 
-    def _after(self, known: KnownTurns, request: SamplingRequest, text: str) -> str | None:
-        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now.
+    def _after(self, known: KnownTurns, sampled: list[int], request: SamplingRequest, text: str) -> str | None:
+        """What follows the answer, ``sampled``, in ``text``; None if the template writes the turns before it otherwise.
 
         It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
         template writes that, else after any answer.
@@ -138,7 +141,8 @@ class Prompts:
         n, before = known.written
         if digest(b"", text[:n]) != before:
             return None
-        for spelt in known.spelt:
+        for ids in (sampled, sampled[:-1]):  # with the end of sequence and without
+            spelt = self.formatter.tokenizer.decode(ids, skip_special_tokens=False)
             if text.startswith(spelt, n):
                 return text[n + len(spelt) :]
         given = (request.turns or ())[: known.n]

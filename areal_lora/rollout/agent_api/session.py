@@ -71,9 +71,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     known: int
-    turns: list[Turn]
-    tools: list[dict[str, Any]]
-    answers: list[AnswerRecord]
+    turns: tuple[Turn, ...]
+    answers: tuple[AnswerRecord, ...]
+    tools: tuple[dict[str, Any], ...] = ()
     prompt: str | list[int] | None = None
 
 
@@ -176,9 +176,9 @@ class Session:
                 self.responses.setdefault(f"resp_{number}", turns)
         record = RequestRecord(
             known=prompt.n_known,
-            turns=list(request.turns or ()),
-            tools=[] if prompt.known else request.tools,  # the same as before, else it would not continue
-            answers=answers,
+            turns=request.turns or (),
+            tools=() if prompt.known else tuple(request.tools),  # the same as before, else it would not continue
+            answers=tuple(answers),
             prompt=request.prompt if request.turns is None else None,
         )
         self.records.append(record)
@@ -268,7 +268,7 @@ class Session:
 
     def trained(self) -> list[int]:
         """The conversations that have tokens of the policy."""
-        return [i for i, packed in enumerate(self.conversations) if any(part.n_sampled for part in packed.parts)]
+        return [i for i, packed in enumerate(self.conversations) if packed.any_sampled]
 
 
 class Sessions:

@@ -66,7 +66,7 @@ class AdapterFeed:
         self.dropped = DropReport(budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
-        self._ledger, self._clock, self._solved = ledger, clock, solved
+        self._ledger, self._clock, self._solved, self._order = ledger, clock, solved, prompts.order
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
@@ -100,6 +100,8 @@ class AdapterFeed:
                 self.groups.birth += 1
                 if self._solved is not None:
                     self._solved.restore(decoded.solved if decoded is not None else {})
+                if self._order is not None:
+                    self._order.restore(decoded.stages if decoded is not None else ())
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
             self._resumed.append(version)
@@ -141,7 +143,8 @@ class AdapterFeed:
             return None
         if not self.pacer.capacity(newest=self.newest, next_version=next_version, live=groups.live):
             return None
-        return groups.start(also_stale=self.newest >= next_version - 1)
+        step = next_version + (groups.live + len(groups.waiting)) // self.budget.prompts_per_step
+        return groups.start(also_stale=self.newest >= next_version - 1, step=step)
 
     def begin(self, ticket: Ticket) -> AdapterRef | None:
         """The version to request now; None while no version is announced."""
@@ -255,7 +258,9 @@ class AdapterFeed:
             reached("controller.leased")
             self.pacer.taken()
         solved = None if self._solved is None else self._solved.counts
-        return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1, solved))
+        stages = () if self._order is None else self._order.starts
+        snapshot = take_snapshot(self._ledger, step + 1, solved, stages)
+        return Lease(step=step, finished=tuple(chosen), snapshot=snapshot)
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""

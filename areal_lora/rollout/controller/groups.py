@@ -266,8 +266,8 @@ class GroupPool:
 
     # ------------------------------------------------------------ issued and running
 
-    def start(self, *, also_stale: bool) -> Ticket:
-        """The oldest waiting issue, or a new one, now counted as running.
+    def start(self, *, also_stale: bool, step: int) -> Ticket:
+        """The oldest waiting issue, or a new one, which is for ``step``, now counted as running.
 
         Prompts whose last issue came too late are among them only if ``also_stale``.
         """
@@ -278,6 +278,8 @@ class GroupPool:
             head.next_position += 1
             if self._solved is not None and not self._solved.draws(position):
                 continue
+            if self._prompts.order is not None:
+                self._prompts.order.issue(position, step)
             prompt = self._prompts.at(position)
             seq = self.ledger.issue(prompt.position, 1)
             if (refusal := self._prompts.refusal(prompt)) is not None:

@@ -55,10 +55,12 @@ class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
     dropped: dict[str, int]
     open: list[OpenGroup]
     solved: Counts = {}
+    stages: Sequence[int] = ()
 
 
-def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) -> bytes:
-    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares`."""
+def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None, stages: Sequence[int] = ()) -> bytes:
+    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares` and the
+    starts of its curriculum's ``stages``."""
     live = ledger.table.rows(*LIVE)
     still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
     return msgspec.msgpack.encode(
@@ -72,6 +74,7 @@ def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) ->
             dropped=dict(ledger.drop_reasons),
             open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
             solved=solved or {},
+            stages=stages,
         )
     )
 

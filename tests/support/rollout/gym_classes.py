@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -62,6 +63,26 @@ class Killed(Letters):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self.fatal and self.turns == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class Grows(Letters):
+    """With the second answer of the first sample there are 400 MB, in this process or a ``child``, until they are
+    killed; ``marks`` has one file for every sample that was started."""
+
+    def __init__(self, marks: str, child: bool) -> None:
+        super().__init__()
+        self.grows, self.child = not any(Path(marks).iterdir()), child
+        (Path(marks) / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.grows and self.turns == 1:
+            if self.child:
+                code = "import time; held = b'x' * (400 << 20); time.sleep(86400)"
+                subprocess.run([sys.executable, "-c", code], check=False)
+            held = b"x" * (400 << 20)
+            while held:
+                time.sleep(1)
         return super().step(action)
 
 

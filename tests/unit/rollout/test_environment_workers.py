@@ -139,6 +139,19 @@ def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
     assert sum(started.values()) > 8, "samples are repeated"
 
 
+@pytest.mark.parametrize("child", [False, True])
+def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, child: bool
+) -> None:
+    found = run(gym("Grows", args={"marks": str(tmp_path), "child": child}, memory_gib=0.3), groups=4)
+    for one in found:
+        assert isinstance(one, Episode), found
+        assert [(t.sample, t.reward) for t in one.group.trajectories] == [(0, 3.0), (1, 3.0)]
+    started = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
+    assert len(started) == 2, "a second process, which is below the limit"
+    assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", caplog.text)
+
+
 TURNS = """
 import os, pathlib, signal
 

@@ -59,7 +59,7 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         ({"workflow": {"kind": "verifiers", "env": CODE, "args": {"taskset": {"id": "x"}}}}, "workflow.args"),
         ({"workflow": {"kind": "agent", "path": CODE, "python": "/bin/sh"}}, "workflow.python"),
         ({"workflow": {"kind": "openenv", "env": "http://169.254.169.254/"}}, "workflow.env"),
-        ({"workflow": {"kind": "mcp", "servers": ["sh -c true"]}}, "workflow.servers.0"),
+        ({"workflow": {"kind": "mcp", "env": ["sh -c true"]}}, "workflow.env.0"),
         (rows("own.jsonl", keep="a:b"), "task.keep"),
         (
             {"evals": [{"name": "x", "task": {"kind": "dataset", "eval": "own.jsonl", "keep": "a:b"}}]},

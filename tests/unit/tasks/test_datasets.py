@@ -29,7 +29,7 @@ def test_word_problems_sizes_and_disjoint_splits():
     assert (len(train), len(held_out)) == (300, 200)
     assert len({s.uid for s in train + held_out}) == 500
     assert not {s.prompt for s in train} & {s.prompt for s in held_out}
-    assert load_samples(config, "eval") == held_out
+    assert list(load_samples(config, "eval")) == list(held_out)
 
 
 def test_jsonl_rows_become_prompts(tmp_path):

@@ -142,3 +142,20 @@ def test_difficulty_needs_a_reward_that_states_what_is_correct() -> None:
     assert "does not state" in found(f"{key}=learnability", *judge)[key]
     assert key not in found(*judge)
     assert key not in found(f"{key}=learnability")
+
+
+def test_a_curriculum_needs_columns_and_stages_that_follow_each_other() -> None:
+    key = "sampling.difficulty"
+    findings = found(f'{key}={{"column": "level", "stages": [{{"weights": {{"easy": 1}}}}]}}')
+    assert "word_problems has none" in findings[f"{key}.column"]
+    for stages, words in (
+        ('[{"weights": {"easy": 0}}]', "draws nothing"),
+        ('[{"until": 3, "weights": {"easy": 1}}]', "the last none"),
+        ('[{"weights": {"easy": 1}}, {"weights": {"easy": 1}}]', "a larger until"),
+        (
+            '[{"until": 5, "weights": {"a": 1}}, {"until": 5, "weights": {"a": 1}}, {"weights": {"a": 1}}]',
+            "a larger until",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(f'{key}={{"column": "level", "stages": {stages}}}')

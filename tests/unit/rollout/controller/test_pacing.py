@@ -171,7 +171,7 @@ def test_a_prompt_that_came_too_late_needs_a_new_version(pacing: Pacing, monkeyp
     """Without its wait for one it is too late again and again, and the servers sample for nothing."""
     patient = Workload(pacing=pacing, seed=1, train_s=lambda _: 2.6, publish_s=0.3, tokens=long_tail).run()
     start = GroupPool.start
-    monkeypatch.setattr(GroupPool, "start", lambda self, *, also_stale: start(self, also_stale=True))
+    monkeypatch.setattr(GroupPool, "start", lambda self, *, also_stale, step: start(self, also_stale=True, step=step))
     hasty = Workload(pacing=pacing, seed=1, train_s=lambda _: 2.6, publish_s=0.3, tokens=long_tail).run()
     print(patient.stale, hasty.stale, patient.steps_per_hour(WARM_UP), hasty.steps_per_hour(WARM_UP))
     assert patient.stale < 0.75 * hasty.stale

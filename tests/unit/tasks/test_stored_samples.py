@@ -1,0 +1,92 @@
+"""Rows come back as they were, in any order, from a file that has no name; who reads the same rows shares them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lora.config.sections.task import DatasetTask
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples
+from areal_lora.types import Sample
+
+VALUES: list[dict[str, Any]] = [
+    {"n": 2**80, "m": -(2**70), "x": 0.1, "flag": True, "none": None},
+    {"text": "\ud800 \u20ac \x00 \n", "list": [1, [2, {"deep": "é"}]]},
+    {},
+    {"infinite": math.inf},
+]
+
+
+def numbered(index: int, row: Row) -> Sample:
+    return Sample(uid=str(index), prompt=row.place, answer=None, columns=row.values)
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    rows = [Row(f"file:{i}", values) for i, values in enumerate(VALUES)]
+    stored = StoredRows(iter(rows), tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert [stored[i] for i in (3, 1, 0, 2)] == [rows[i] for i in (3, 1, 0, 2)]
+    assert len(stored) == 4
+    assert len(StoredRows(iter([]), tmp_path)) == 0
+
+
+def test_samples_are_the_chosen_rows_in_their_order() -> None:
+    rng = random.Random(seed := random.randrange(1 << 30))
+    rows = StoredRows((Row(f"f:{i}", {"i": i}) for i in range(200)), None)
+    chosen = sorted(rng.sample(range(200), 70))
+    made = StoredSamples(rows, chosen, numbered)
+    assert [s.columns["i"] for s in made] == chosen, f"seed {seed}"
+    assert [s.uid for s in made[5:9]] == [str(i) for i in chosen[5:9]]
+    assert made[-1].prompt == f"f:{chosen[-1]}"
+    with pytest.raises(IndexError):
+        made[70]
+
+
+def task_of(path: Path, **fields: Any) -> DatasetTask:
+    return DatasetTask.model_validate({"train": str(path), **fields})
+
+
+def test_the_same_rows_are_stored_once_and_others_apart(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1", "level": i % 2}) + "\n" for i in range(20)))
+
+    def rows_of(task: DatasetTask, split: Any = "train") -> StoredRows:
+        made = load_samples(task, split, tmp_path)
+        assert isinstance(made, StoredSamples)
+        held.append(made)
+        return made.rows
+
+    held = list[StoredSamples]()
+    first = rows_of(task_of(path))
+    assert rows_of(task_of(path), "eval") is first
+    assert rows_of(task_of(path, format={"template": "Q: {prompt}"}, n_train=3)) is first
+    assert held[-1][0].prompt.startswith("Q: p")
+    assert rows_of(task_of(path, where={"level": 1})) is not first
+    path.write_text(path.read_text() * 2)
+    changed = path.stat().st_mtime_ns + 1_000_000_000  # clocks of file systems are coarse
+    os.utime(path, ns=(changed, changed))
+    assert len(rows_of(task_of(path))) == 40
+
+
+def test_memory_is_bounded_by_some_bytes_a_row(tmp_path: Path) -> None:
+    """20,000 rows of 1 kB: as objects of Python they would be more than 20 MB."""
+    n, path = 20_000, tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(n):
+            file.write(json.dumps({"prompt": f"{i:06d}" + "x" * 1000, "answer": "1"}) + "\n")
+    tracemalloc.start()
+    try:
+        made = load_samples(task_of(path), "train", tmp_path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(made) == n - 256
+    assert kept < 100 * n, f"{kept / n:.0f} bytes a row"
