@@ -32,8 +32,6 @@ STAGING_BUFFERS = 3
 """Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
 MEASURED = 5 * 16 * MIB
 """Device memory in which tensors are fingerprinted: `weight_sync.strided.MEASURED_BYTES` as int64 and int16."""
-ROUNDED = 64 * 2**20
-"""Elements of a weight of which three copies in fp32 are held at once: `engine.layers.served_weights.CHUNK`."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
@@ -135,8 +133,6 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
       `activations.in_flight` micro-batches. With recompute one layer is there in full.
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
-    - Weights as servers hold them, for a pass of the mismatch's bill: one layer's, and what is rounded at once
-      (`engine.layers.served_weights`).
     - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
       ranks. Shards on the wire are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
       copy if the library sends from there (`weight_sync.link.broadcast_groups`).
@@ -161,7 +157,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         moments,
         Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
         Part("buffers", device=max(chunk, int(passes))),
-        *_served(config, shape, stage, layers),
+        *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
         published,
         *_joining(config, shape, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
@@ -227,16 +223,11 @@ def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) 
     return [where, Part("gathered layer", device=gathered)]
 
 
-def _served(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
-    if config.rollout.served_as is None:
-        return []
-    if config.trainer.engine == "fsdp":
-        largest = _gathered_elements(config, shape) // 3
-    else:
-        tails = _base_elements(config, shape, stage, range(0))
-        largest = max(_base_elements(config, shape, stage, range(n, n + 1)) for n in layers) - tails
-    item = DTYPE_BYTES[config.model.dtype]
-    return [Part("served layer", device=largest * item + 3 * FP32 * min(ROUNDED, largest))]
+def _served(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> Part:
+    """A layer's weights as servers hold them, and three copies in fp32 of what `served_weights` rounds at once."""
+    row = max(_base_elements(config, shape, stage, [n]) for n in layers) - _base_elements(config, shape, stage, [])
+    largest = shape.checkpoint.largest_layer if shape.checkpoint else row
+    return Part("served layer", device=largest * DTYPE_BYTES[config.model.dtype] + 3 * FP32 * min(64 * MIB, largest))
 
 
 def _gathered_elements(config: Config, shape: ModelShape) -> int:
