@@ -33,13 +33,15 @@ class TrainerScores:
     """Those of the trainer at the version in training, [n]; None: not measured.
 
     As they are ``trained`` (over the kept ids, along routes), with the experts of its ``own`` choice, over the
-    ``whole`` vocabulary (``trained`` where nothing is truncated), and of the ``base``.
+    ``whole`` vocabulary (``trained`` where nothing is truncated), of the ``base``, and by the weights that servers
+    ``served``: of the base, or, where that is not measured, of the policy.
     """
 
     trained: Tensor
     whole: Tensor
     own: Tensor | None = None
     base: Tensor | None = None
+    served: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +63,24 @@ def chain(server: ServerScores, trainer: TrainerScores) -> dict[str, tuple[Tenso
     ``record``       the records of the sampling        a server's scores under that version
     ``staleness``    the version that sampled           the version in training
     ``adapter``      base and adapter                   the base alone on both sides
-    ``numerics``     the base alone, or all that remains
+    ``weights``      the trainer's own base weights     the servers' rounded or merged weights
+    ``numerics``     all that remains
     ===============  =================================  ====================================
     """
+    rest = policies = server.current, trainer.whole
+    if server.base is not None and trainer.base is not None:
+        rest = server.base, trainer.base
+    served = trainer.served if (server.base is None) == (trainer.base is None) else None
     pairs = {
         "flips": (server.kept, trainer.own),
         "truncation": (server.kept, None if trainer.whole is trainer.trained else trainer.trained),
         "record": (server.recorded, trainer.whole),
         "staleness": (server.sampled, trainer.whole),
-        "adapter": (server.current, trainer.whole),
-        "numerics": (server.base, trainer.base),
+        "adapter": (server.current, None if rest is policies else trainer.whole),
+        "weights": (rest[0], None if served is None else rest[1]),
+        "numerics": (rest[0], rest[1] if served is None else served),
     }
-    found = {cause: (a, b) for cause, (a, b) in pairs.items() if a is not None and b is not None}
-    if "numerics" not in found:
-        found["numerics"] = found.pop("adapter")
-    return found
+    return {cause: (a, b) for cause, (a, b) in pairs.items() if b is not None}
 
 
 def split(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, MismatchPart]:

@@ -28,9 +28,10 @@ from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.grouped_lora import Groups, UpProjection, down_projection
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.router_replay import refused
+from areal_lora.engine.layers.served_weights import MergedPart, ServedSite
 from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import read_shape
-from areal_lora.families.sites import RowRanges
+from areal_lora.families.sites import RowRanges, linear_sites
 from areal_lora.platforms.device import collective_of, profiler_range
 
 
@@ -164,6 +165,23 @@ class FsdpModel:
             experts.fc1.pop(name, None)
             experts.fc2.pop(name, None)
         self.output.heads.pop(name, None)
+
+    def served_sites(self, merged: AdapterMemory | None) -> Iterator[ServedSite]:
+        name, modules = merged.spec.name if merged else "", dict(self.module.named_modules())
+        for key in linear_sites(self._sharded.shape):
+            pieces = () if is_routed(key.scope) else self._sharded.pieces(key)
+            linears = {p.name: m for p in pieces if isinstance(m := modules.get(p.name), nn.Linear)}
+            for path, module in linears.items():
+                part, site = None, self._linears.get(path)
+                if merged and site and (own := site.adapters.get(name)):
+                    part = MergedPart.of(merged.weights, site.shared.lora_a[name], own.lora_b, own.scale)
+                yield ServedSite(module=module, owner=module, fused=tuple(linears.values()), part=part)
+        for path, experts in self._experts.items():
+            for which, adapters in (("gate_up_proj", experts.fc1), ("down_proj", experts.fc2)):
+                part = None
+                if merged and (its := adapters.get(name)):
+                    part = MergedPart.of(merged.weights, its.a, its.b, its.scale)
+                yield ServedSite(module=modules[path], owner=modules[path], name=which, part=part)
 
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool

@@ -193,6 +193,16 @@ def _megatron_path(key: SiteKey) -> str:
     return f"decoder.layers.{key.layer}.{parent}.{key.linear}"
 
 
+def check_targets(shape: ModelShape, spec: AdapterSpec) -> None:
+    """Raise ConfigError unless every target module of ``spec`` is a layer of the model."""
+    sites = sites_of(shape, spec.expert_layout)
+    for target in spec.target_modules:
+        if not any(key.covered([target]) for key in sites):
+            known = ", ".join(dict.fromkeys(f"{key.scope}.{key.linear}" for key in sites))
+            reason = f"{target!r} matches no layer of this model"
+            raise ConfigError("adapters.target_modules", reason, f"it has {known}")
+
+
 def check_patterns(shape: ModelShape, spec: AdapterSpec) -> None:
     """Raise ConfigError unless every pattern of ``spec`` names modules, and every layer has one rank and one alpha.
 

@@ -30,23 +30,27 @@ CAUSES: Mapping[str, MismatchCause] = {
         meaning="servers compute the adapter otherwise",
         fix="lower weight_sync.probe_tolerance to stop at such a publish",
     ),
+    "weights": MismatchCause(
+        meaning="servers round or merge the weights",
+        fix="leave out rollout.engine_args.quantization, set rollout.adapter_mode=unmerged",
+    ),
     "numerics": MismatchCause(
-        meaning="kernels, rounding, merged weights, routing",
-        fix="model.dtype=float32, rollout.adapter_mode=unmerged, behaviour.router_replay=rollout",
+        meaning="kernels, rounding, routing", fix="model.dtype=float32, behaviour.router_replay=rollout"
     ),
 }
-"""In the order in which they are removed. Where ``adapter`` is not measured it is part of the ``numerics``."""
+"""In the order in which they are removed. ``adapter`` and ``weights`` are part of ``numerics`` unless measured."""
 
 
 def bill(steps: Sequence[StepRecord]) -> dict[str, tuple[float, float]]:
     """The parts (gap, KL) of each cause, as means over the `RECENT` newest steps that have them; empty without any.
 
-    Those of ``numerics`` are of steps that measured ``adapter``, if any did.
+    Those of ``numerics`` are of steps that measured ``weights``, or ``adapter``, if any did.
     """
     found: dict[str, tuple[float, float]] = {}
-    apart = [step for step in steps if GAP + "adapter" in step.metrics]
+    having = ([step for step in steps if GAP + cause in step.metrics] for cause in ("weights", "adapter"))
+    apart = next(filter(None, having), steps)
     for cause in CAUSES:
-        measured = apart if apart and cause == "numerics" else steps
+        measured = apart if cause == "numerics" else steps
         rows = [(step.metrics.get(GAP + cause), step.metrics.get(KL + cause)) for step in measured]
         known = [(gap, kl) for gap, kl in rows if gap is not None and kl is not None][-RECENT:]
         if known:

@@ -11,6 +11,7 @@ from areal_lora.algorithms.advantages import token_credit
 from areal_lora.algorithms.alignment import after_change, is_shifted, shift_votes
 from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
 from areal_lora.config.models import OptimizerConfig
+from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -38,13 +39,15 @@ class Variants:
     """Log-probabilities [T] fp32 of the policy before the step; None: not measured, the cause has no evidence.
 
     With the experts of its ``own`` choice, from which the routes differ in ``flips``; over the ``whole`` vocabulary,
-    where sampling truncated; and of the ``base``, along no routes.
+    where sampling truncated; of the ``base``, along no routes; and by the weights that servers ``served``: of the base,
+    or of the policy where they merge it.
     """
 
     own: Tensor | None = None
     flips: float | None = None
     whole: Tensor | None = None
     base: Tensor | None = None
+    served: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +185,12 @@ def learn(
     base_dtype: str,
     lr: float,
     kept_caches: bool = False,
+    served_as: ServedAs | None = None,
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
-    A critic takes its own on the same minibatches; a reference may be renewed.
+    A critic takes its own on the same minibatches; a reference may be renewed. ``served_as`` is the weights' part in a
+    mismatch.
 
     Raises:
         AlignmentError: the batch's log-probabilities are shifted by one token, or, before any weight has moved, they
@@ -196,7 +201,7 @@ def learn(
     totals: Counter[str] = Counter()
     skipped: list[float] = []
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
-    variants = unmoved(engine, adapter, batch) if measures_causes(version) else Variants()
+    variants = unmoved(engine, adapter, batch, served_as) if measures_causes(version) else Variants()
     scores, before = None, batch.prox_logprobs
     if need_entropy or (before is None and adapter.config.minibatches == 1):
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
@@ -231,9 +236,12 @@ def learn(
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
     differs = totals["behaviour_abs"] > EVIDENCE * ALIGNMENT_LIMITS[base_dtype] * totals["sampled_tokens"]
-    if measures_causes(version) and differs:
+    if measures_causes(version) and differs and served_as != "merged":  # such servers have no base
         bare = replace(batch, kept=None, routes=None)
         variants = replace(variants, base=engine.logprobs(bare, adapter=None, temperature=temperature))
+        if served_as is not None:
+            served = engine.served(bare, served_as, adapter=None, temperature=temperature)
+            variants = replace(variants, served=served)
     if before is None and scores is not None and adapter.config.minibatches == 1:
         before = scores[:, 0] if need_entropy else scores
     return LearnReport(
@@ -248,14 +256,16 @@ def learn(
     )
 
 
-def unmoved(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> Variants:
+def unmoved(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, served_as: ServedAs | None) -> Variants:
     """The variants that need the policy before the step. Collective."""
-    temperature, own, flips, whole = adapter.config.sampling.temperature, None, None, None
+    temperature, own, flips, whole, served = adapter.config.sampling.temperature, None, None, None, None
     if batch.routes is not None:
         own, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
     if batch.kept is not None:
         whole = engine.logprobs(replace(batch, kept=None), adapter=adapter.name, temperature=temperature)
-    return Variants(own=own, flips=flips, whole=whole)
+    if served_as == "merged":
+        served = engine.served(replace(batch, kept=None), served_as, adapter=adapter.name, temperature=temperature)
+    return Variants(own=own, flips=flips, whole=whole, served=served)
 
 
 def check_finite(state: TrainingState, report: LearnReport) -> None:

@@ -134,6 +134,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
             base_dtype=trainer.config.model.dtype,
             lr=lr,
             kept_caches=trainer.config.rollout.in_flight == "keep",
+            served_as=trainer.config.rollout.served_as,
         )
     spans.take(trainer.engine.spans)
     audit, memory = collect_audit(trainer, state), trainer.engine.memory()

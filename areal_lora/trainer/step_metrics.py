@@ -159,15 +159,15 @@ def of_mismatch(audit: Audit, learned: Mapping[int, LearnReport]) -> Metrics:
     if found is None or report is None or report.logprobs is None:
         return {}
     variants = report.variants
-    trained, own, whole, base = (
+    trained, own, whole, base, served = (
         None if scores is None else scores[found.at]
-        for scores in (report.logprobs, variants.own, variants.whole, variants.base)
+        for scores in (report.logprobs, variants.own, variants.whole, variants.base, variants.served)
     )
     if not report.truncated:
         whole = trained
     if trained is None or whole is None:
         return {}
-    trainer = TrainerScores(trained=trained, whole=whole, own=own, base=base)
+    trainer = TrainerScores(trained=trained, whole=whole, own=own, base=base, served=served)
     tags: Metrics = {}
     for cause, part in split(chain(found.scores, trainer)).items():
         tags |= {GAP + cause: part.gap, KL + cause: part.kl}

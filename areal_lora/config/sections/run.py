@@ -2,7 +2,7 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
@@ -126,6 +126,9 @@ class RemoteConfig(Section):
 
 
 InFlight = Literal["finish", "interrupt", "keep"]
+Quantised = Literal["fp8_per_channel", "fp8_per_tensor"]
+"""vLLM's values of ``quantization`` whose rounding the trainer repeats."""
+ServedAs = Literal["merged", Quantised]
 
 
 class RolloutConfig(Section):
@@ -165,6 +168,14 @@ class RolloutConfig(Section):
     def in_flight_policy(self) -> InFlight:
         """``in_flight``, except with merged weights, which have no other version."""
         return "interrupt" if self.adapter_mode == "merged" else self.in_flight
+
+    @property
+    def served_as(self) -> ServedAs | None:
+        """How the weights that servers compute with differ from the trainer's; None: not, or in a way not known."""
+        if self.adapter_mode == "merged":
+            return "merged"
+        known: tuple[Quantised, ...] = get_args(Quantised)
+        return next((kind for kind in known if kind == self.engine_args.get("quantization")), None)
 
     @property
     def resident_versions(self) -> int:

@@ -157,6 +157,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         moments,
         Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
         Part("buffers", device=max(chunk, int(passes))),
+        *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
         published,
         *_joining(config, shape, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
@@ -220,6 +221,13 @@ def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) 
     gathered = _gathered_elements(config, shape) * item
     where = Part("base weights", host=shard) if t.cpu_offload else Part("base weights", device=shard)
     return [where, Part("gathered layer", device=gathered)]
+
+
+def _served(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> Part:
+    """A layer's weights as servers hold them, and three copies in fp32 of what `served_weights` rounds at once."""
+    row = max(_base_elements(config, shape, stage, [n]) for n in layers) - _base_elements(config, shape, stage, [])
+    largest = shape.checkpoint.largest_layer if shape.checkpoint else row
+    return Part("served layer", device=largest * DTYPE_BYTES[config.model.dtype] + 3 * FP32 * min(64 * MIB, largest))
 
 
 def _gathered_elements(config: Config, shape: ModelShape) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import MOMENTS, PARTS, WEIGHT, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory
@@ -39,9 +40,10 @@ from areal_lora.engine.layers.active import ActiveAdapters, Dropout, step_seed
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.output import Readout
+from areal_lora.engine.layers.served_weights import ServedSite, served_weights
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.sites import PassSizes
-from areal_lora.families.targets import check_patterns
+from areal_lora.families.targets import check_patterns, check_targets
 from areal_lora.obs.trace import Spans
 from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
@@ -64,6 +66,9 @@ class Compute(Protocol):
 
     def detach(self, name: str) -> None:
         """Forget an attached adapter (not collective)."""
+
+    def served_sites(self, merged: AdapterMemory | None) -> Iterator[ServedSite]:
+        """The linear layers that servers quantise, with the part of an attached adapter in each."""
 
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.BatchJudge, *, train: bool
@@ -139,7 +144,7 @@ class AdapterEngine:
         """
         if spec.name in self._residents:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
-        _check_targets(self._sharded, spec)
+        check_targets(self._sharded.shape, spec)
         check_patterns(self._sharded.shape, spec)
         memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
@@ -194,6 +199,12 @@ class AdapterEngine:
         """As `logprobs` with the experts that the routers choose, and the share of the routes that differ from them."""
         with self._model.active.comparing():
             return self.logprobs(batch, adapter=adapter, temperature=temperature), self._model.active.flipped_share()
+
+    def served(self, batch: TrainBatch, kind: ServedAs, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
+        """As `logprobs` of the base by the weights of servers; ``adapter``: what they merged."""
+        memory = self.resident(adapter).memory if adapter else None
+        with served_weights(self._model.served_sites(memory), kind):
+            return self.logprobs(batch, adapter=None, temperature=temperature)
 
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: [T] fp32, on every rank of all.
@@ -396,12 +407,3 @@ class AdapterEngine:
                 memory.load(host, whole[name])
                 optimizer.load_moment(name, host)
             optimizer.step_count = step
-
-
-def _check_targets(model: ShardedModel, spec: AdapterSpec) -> None:
-    sites = model.every_site(spec)
-    for target in spec.target_modules:
-        if not any(key.covered([target]) for key in sites):
-            known = ", ".join(dict.fromkeys(f"{key.scope}.{key.linear}" for key in sites))
-            reason = f"{target!r} matches no layer of this model"
-            raise ConfigError("adapters.target_modules", reason, f"it has {known}")

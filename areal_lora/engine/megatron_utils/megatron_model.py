@@ -37,10 +37,12 @@ from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch
 from areal_lora.engine.layers.recompute import recompute
+from areal_lora.engine.layers.served_weights import MergedPart, ServedSite
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.modules import Packing
 from areal_lora.errors import ConfigError
+from areal_lora.families.family import COLUMN_PARALLEL
 from areal_lora.platforms.device import collective_of, profiler_range
 from areal_lora.types import ExpertLayout
 
@@ -275,6 +277,25 @@ class MegatronModel:
         modules.detach(self.module, name)
         if self._output:
             self._output.heads.pop(name, None)
+
+    def served_sites(self, merged: AdapterMemory | None) -> Iterator[ServedSite]:
+        name = merged.spec.name if merged else ""
+        for path, module in self.module.named_modules():
+            if (found := modules.SITE.search(path)) is None:
+                continue
+            part, row = None, (found["attention"] or found["mlp"]) not in COLUMN_PARALLEL
+            if isinstance(module, modules.GroupedLinear):
+                experts, own = self.module.get_submodule(path.rpartition(".")[0]), module.residents.get(name)
+                if merged and own:
+                    part = MergedPart.of(merged.weights, own.a, own.b, own.scale)
+                group = self.groups[Range.EXPERT_SPLIT]
+                yield ServedSite(module=experts, owner=module, group=group, row_parallel=row, part=part)
+                continue
+            linear = module.to_wrap if isinstance(module, modules.AdaptedLinear) else module
+            if merged and isinstance(module, modules.AdaptedLinear) and (its := module.residents.get(name)):
+                part = MergedPart.of(merged.weights, its.lora_a, its.lora_b, its.scale)
+            group = self.groups[Range.DENSE_SPLIT]
+            yield ServedSite(module=linear, owner=linear, group=group, row_parallel=row, part=part)
 
     def run(
         self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: BatchJudge, *, train: bool

@@ -312,7 +312,7 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         return output + UpProjection.apply(hidden, Groups.of(rows), scale, lora_b, grads).view(output.shape)
 
 
-_SITE = re.compile(rf"^(?P<chunk>\d+)\.decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
+SITE = re.compile(rf"^(?P<chunk>\d+)\.decoder\.layers\.(?P<layer>\d+)\.{LINEAR}$")
 
 Site = AdaptedLinear | GroupedLinear
 
@@ -326,7 +326,7 @@ def attach(model: nn.Module, memory: AdapterMemory, active: ActiveAdapters) -> N
     banks = {(bank.layer, bank.scope, bank.linear): bank for bank in memory.arena.banks}
     found_keys = set()
     for path, module in list(model.named_modules()):
-        if (found := _SITE.search(path)) is None:
+        if (found := SITE.search(path)) is None:
             continue
         for scope in (Scope.EXPERT, Scope.ALL_EXPERTS) if found["experts"] else (scope_of(found),):
             layer = chunks[int(found["chunk"])][int(found["layer"])]

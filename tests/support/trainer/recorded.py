@@ -70,6 +70,9 @@ class RecordedEngine:
     def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[torch.Tensor, float]:
         return self.logprobs(batch, adapter=adapter, temperature=temperature), 0.125
 
+    def served(self, batch: TrainBatch, kind: str, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
+        return self.logprobs(batch, adapter=f"{kind} {adapter}", temperature=temperature)
+
     def values(self, batch: TrainBatch, *, adapter: str) -> torch.Tensor:
         """0.25 everywhere."""
         self.asked.append(adapter)

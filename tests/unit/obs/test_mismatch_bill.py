@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from areal_lora.obs.mismatch_bill import CAUSES, GAP, KL, RECENT, bill, bill_lines
 from tests.support.obs.records import step_record
 
@@ -31,6 +33,14 @@ def test_the_numerics_of_a_bill_are_without_the_adapter_where_it_is_measured() -
     found = bill([step_record(step=i, version=i, time_s=0.0, metrics=part) for i, part in enumerate(parts)])
     assert {cause: gap for cause, (gap, _) in found.items()} == {"flips": 0.2, "adapter": 0.4, "numerics": 0.1}
     assert list(found) == ["flips", "adapter", "numerics"]
+
+
+def test_the_numerics_of_a_bill_are_without_the_weights_where_they_are_measured() -> None:
+    parts = [of(0, numerics=0.5), of(1, numerics=0.3, adapter=0.4), of(2, numerics=0.1, adapter=0.2, weights=0.2)]
+    found = bill([step_record(step=i, version=i, time_s=0.0, metrics=part) for i, part in enumerate(parts)])
+    assert {cause: gap for cause, (gap, _) in found.items()} == pytest.approx(
+        {"adapter": 0.3, "weights": 0.2, "numerics": 0.1}
+    )
 
 
 def test_each_part_is_shown_with_its_share_and_the_key_that_removes_it() -> None:

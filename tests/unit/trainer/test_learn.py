@@ -14,6 +14,7 @@ import torch
 
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import OptimizerConfig
+from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -89,7 +90,7 @@ class Trainer:
 
     def __init__(self, engine: RecordedEngine) -> None:
         self.config = SimpleNamespace(
-            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish")
+            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish", served_as=None)
         )
         self.engine, self.rank_0, self.publishing, self.checkpointing = engine, None, None, None
         self.control, self.spans = SoloExchange(), defaultdict(Spans)
@@ -307,10 +308,10 @@ def test_a_batch_is_scored_without_each_possible_cause_of_a_mismatch_every_sixte
     batch = replace(made, routes=torch.zeros(11, 2, 2, dtype=torch.int16), kept=torch.zeros(11, 1, dtype=torch.int32))
     engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter()
 
-    def variants(batch: TrainBatch) -> Variants:
+    def variants(batch: TrainBatch, served_as: ServedAs | None = None) -> Variants:
         engine.asked.clear()
-        ready = annotate(engine, adapter, batch)
-        return learn(engine, adapter, ready, version=version, base_dtype="bfloat16", lr=0.5).variants
+        ready, names = annotate(engine, adapter, batch), {"base_dtype": "bfloat16", "served_as": served_as}
+        return learn(engine, adapter, ready, version=version, lr=0.5, **names).variants
 
     found = variants(batch)
     assert (found.own is not None) == (found.whole is not None) == measures == (engine.asked == ["gsm8k"] * 2)
@@ -319,3 +320,12 @@ def test_a_batch_is_scored_without_each_possible_cause_of_a_mismatch_every_sixte
     engine.base = batch.rollout_logprobs - 1.0
     differs = variants(replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask))
     assert (differs.base is engine.base) == measures == (engine.asked == [None])
+    assert differs.served is None
+    quantised = variants(
+        replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask), "fp8_per_tensor"
+    )
+    assert (quantised.served is not None) == measures == (engine.asked == [None, "fp8_per_tensor None"])
+    assert variants(made, "fp8_per_tensor") == Variants(), "nor do quantised servers differ from the trainer"
+    merged = variants(replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask), "merged")
+    assert (merged.served is not None) == measures == (engine.asked == ["merged gsm8k"])
+    assert merged.base is None, "the servers have none to compare with"

@@ -116,6 +116,11 @@ def test_the_mismatch_of_audited_tokens_is_split_where_all_policies_are_known() 
     own, base = torch.tensor([9.0, -0.8, 9.0, -1.8]), torch.tensor([9.0, -0.8, 9.0, -1.0])
     apart = replace(report, variants=Variants(own=own, base=base))
     assert parts(apart) == pytest.approx(known | {"flips": 0.0, "adapter": 0.2, "numerics": 0.1}, abs=1e-6)
+    served = torch.tensor([9.0, -0.9, 9.0, -1.0])
+    weighed = replace(report, variants=Variants(own=own, base=base, served=served))
+    assert parts(weighed) == pytest.approx(
+        known | {"flips": 0.0, "adapter": 0.2, "weights": 0.05, "numerics": 0.05}, abs=1e-6
+    )
     truncated = replace(report, truncated=True)
     assert parts(truncated) == {}
     whole = torch.tensor([9.0, -1.1, 9.0, -2.0])

@@ -66,6 +66,17 @@ def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> 
     assert away.host > rank.host
 
 
+def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
+    sizes, layer = ["trainer.tp=1", "trainer.ep=1"], 128 * 3 * 2048 * 768 + 2 * 2048 * 128 * (32 + 4) + 128 * 2048
+    assert part(estimate(*sizes)["trainer rank"], "served layer") == 0
+    for how in ("rollout.adapter_mode=merged", "rollout.engine_args.quantization=fp8_per_channel"):
+        found = part(estimate(*sizes, how)["trainer rank"], "served layer")
+        assert found == pytest.approx(2 * layer + 3 * 4 * 2**26, rel=0.001), how
+        sharded = part(estimate(*sizes, how, "trainer.engine=fsdp")["trainer rank"], "served layer")
+        assert sharded == pytest.approx(found, rel=0.001), how
+        assert part(estimate("trainer.tp=1", "trainer.ep=8", how)["trainer rank"], "served layer") < found / 2
+
+
 def test_an_adapter_has_sixteen_bytes_a_parameter_and_its_cast_two() -> None:
     rank = estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"]
     size = part(rank, "adapter weights and gradients") + part(rank, "optimizer moments")
