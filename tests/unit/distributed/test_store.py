@@ -117,6 +117,19 @@ def test_requests_of_a_gloo_group_grow_with_its_ranks(server, monkeypatch, size)
     assert len(requests) <= 2 * size
 
 
+def test_end_fails_waits_for_missing_keys_alone(server):
+    with client(server) as store, ThreadPoolExecutor(2) as pool:
+        store.set("there", "1")
+        waits = [pool.submit(wait, ["there", "missing"]) for wait in (store.wait, store.multi_get)]
+        store.end("server-3 has died")
+        for wait in waits:
+            with pytest.raises(dist.DistStoreError, match="server-3 has died"):
+                wait.result(WAIT_S)
+        with pytest.raises(dist.DistStoreError, match="server-3 has died"):
+            store.get("missing")
+        assert store.get("there") == b"1"
+
+
 def test_waits_of_several_threads_do_not_hold_each_other_up(server):
     with client(server) as store, ThreadPoolExecutor(8) as pool:
         waits = [pool.submit(dist.PrefixStore("x", store).get, str(i)) for i in range(8)]
