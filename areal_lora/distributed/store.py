@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
@@ -27,6 +26,8 @@ from areal_lora.errors import EnvironmentError_, undo_on_error
 from areal_lora.network.rpc import Connection, ConnectionLost, RpcServer, Wire
 from areal_lora.processes.watched import watched_thread
 
+ENDED = "ended"
+"""Once this key is set, waits for keys that are not set fail: DistStoreError with the value, the reason."""
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
 WIRE = Wire(
     server="torch-store",
@@ -50,12 +51,6 @@ class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fetch: bool
 
 
-class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answer all who wait for a key, now or later, with ``reason`` as the error."""
-
-    reason: str
-
-
 class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     """Reply to any request: the method's result, or the values; ``error`` is empty on success."""
 
@@ -72,16 +67,8 @@ class KeyTable:
     def __init__(self, answer: Callable[[list[bytes], StoreReply], None]) -> None:
         self._answer, self._values = answer, dist.HashStore()
         self._waiting: dict[str, list[tuple[list[bytes], Await]]] = {}  # by the first key that is missing
-        self._ended = ""
 
-    def handle(self, sender: list[bytes], request: StoreCall | Await | End) -> None:
-        if isinstance(request, End):
-            self._ended = request.reason
-            waiting, self._waiting = self._waiting, {}
-            for waiter in chain.from_iterable(waiting.values()):
-                self._await(*waiter)
-            self._answer(sender, StoreReply())
-            return
+    def handle(self, sender: list[bytes], request: StoreCall | Await) -> None:
         if isinstance(request, Await):
             self._await(sender, request)
             return
@@ -91,15 +78,17 @@ class KeyTable:
             self._answer(sender, StoreReply(error=f"{request.method} of {request.arguments[:1]}: {error}"))
             return
         if request.method in ("set", "add", "compare_set"):
-            for waiter in self._waiting.pop(request.arguments[0], ()):
+            key = request.arguments[0]
+            keys = list(self._waiting) if key == ENDED else [key]
+            for waiter in [waiter for key in keys for waiter in self._waiting.pop(key, ())]:
                 self._await(*waiter)
         self._answer(sender, StoreReply(result))
 
     def _await(self, sender: list[bytes], request: Await) -> None:
         for key in request.keys:
             if not self._values.check([key]):
-                if self._ended:
-                    self._answer(sender, StoreReply(error=self._ended))
+                if self._values.check([ENDED]):
+                    self._answer(sender, StoreReply(error=bytes(self._values.get(ENDED)).decode()))
                     return
                 self._waiting.setdefault(key, []).append((sender, request))
                 return
@@ -125,7 +114,7 @@ class StoreServer:
 
     def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
         try:
-            request = msgspec.msgpack.decode(payload, type=StoreCall | Await | End)
+            request = msgspec.msgpack.decode(payload, type=StoreCall | Await)
         except msgspec.DecodeError as error:
             self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:
@@ -205,10 +194,6 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
     def num_keys(self) -> int:
         return int(self._call(StoreCall("num_keys")))
 
-    def end(self, reason: str) -> None:
-        """Fail every wait of any client for a key that is not set, now or later: DistStoreError with ``reason``."""
-        self._call(End(reason))
-
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ looks for
 
     def clone(self) -> Self:
@@ -217,7 +202,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
 
     # ------------------------------------------------------------ requests
 
-    def _call(self, request: StoreCall | Await | End, timeout_s: float | None = None) -> Any:
+    def _call(self, request: StoreCall | Await, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
         try:
             with self._connection() as connection:

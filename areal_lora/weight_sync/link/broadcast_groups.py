@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore, StoreServer
+from areal_lora.distributed.store import ENDED, CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
 from areal_lora.platforms.device import lane_of
 from areal_lora.processes.log import get_logger
@@ -265,7 +265,7 @@ def join_group(
 def end_formation(endpoint: SourceEndpoint, secret: str, reason: str) -> None:
     """Fail all members that wait for others, with ``reason``; nothing if the source has ended it already."""
     with suppress(dist.DistError), closing(CurveStore(endpoint.host, endpoint.port, secret, END_S)) as store:
-        store.end(reason)
+        store.set(ENDED, reason)
 
 
 def _join(

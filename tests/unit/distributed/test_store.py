@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore, KeyTable, StoreCall, StoreServer
+from areal_lora.distributed.store import ENDED, CurveStore, KeyTable, StoreCall, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import SECRET
@@ -117,11 +117,11 @@ def test_requests_of_a_gloo_group_grow_with_its_ranks(server, monkeypatch, size)
     assert len(requests) <= 2 * size
 
 
-def test_end_fails_waits_for_missing_keys_alone(server):
+def test_the_end_fails_waits_for_missing_keys_alone(server):
     with client(server) as store, ThreadPoolExecutor(2) as pool:
         store.set("there", "1")
         waits = [pool.submit(wait, ["there", "missing"]) for wait in (store.wait, store.multi_get)]
-        store.end("server-3 has died")
+        store.set(ENDED, "server-3 has died")
         for wait in waits:
             with pytest.raises(dist.DistStoreError, match="server-3 has died"):
                 wait.result(WAIT_S)
