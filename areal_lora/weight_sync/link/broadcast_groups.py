@@ -329,14 +329,14 @@ def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], t
     keys, began_s = [MEMBER.format(rank) for rank, _ in enumerate(receivers, 1)], time.monotonic()
     try:
         store.wait(keys, backends.delta(timeout_s))
-    except dist.DistError as e:
+    except dist.DistError:
         timeout_s = min(timeout_s, time.monotonic() - began_s)
         if not (missing := [name for name, key in zip(receivers, keys, strict=True) if not store.check([key])]):
             return
         shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")
         raise PublishError(
             f"group of source rank {source} was not complete within {timeout_s:.1f} s, {len(missing)} of "
-            f"{len(receivers)} receivers are missing: {shown}; {str(e).splitlines()[0]}; see the servers' logs"
+            f"{len(receivers)} receivers are missing: {shown}; see the servers' logs"
         ) from None
 
 
