@@ -26,6 +26,8 @@ from areal_lora.errors import EnvironmentError_, undo_on_error
 from areal_lora.network.rpc import Connection, ConnectionLost, RpcServer, Wire
 from areal_lora.processes.watched import watched_thread
 
+ENDED = "ended"
+"""Once this key is set, waits for keys that are not set fail: DistStoreError with the value, the reason."""
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
 WIRE = Wire(
     server="torch-store",
@@ -76,13 +78,18 @@ class KeyTable:
             self._answer(sender, StoreReply(error=f"{request.method} of {request.arguments[:1]}: {error}"))
             return
         if request.method in ("set", "add", "compare_set"):
-            for waiter in self._waiting.pop(request.arguments[0], ()):
+            key = request.arguments[0]
+            keys = list(self._waiting) if key == ENDED else [key]
+            for waiter in [waiter for key in keys for waiter in self._waiting.pop(key, ())]:
                 self._await(*waiter)
         self._answer(sender, StoreReply(result))
 
     def _await(self, sender: list[bytes], request: Await) -> None:
         for key in request.keys:
             if not self._values.check([key]):
+                if self._values.check([ENDED]):
+                    self._answer(sender, StoreReply(error=bytes(self._values.get(ENDED)).decode()))
+                    return
                 self._waiting.setdefault(key, []).append((sender, request))
                 return
         self._answer(sender, StoreReply([self._values.get(key) for key in request.keys] if request.fetch else None))

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore, StoreServer
+from areal_lora.distributed.store import ENDED, CurveStore, StoreServer
 from areal_lora.errors import ConfigError, PublishError, undo_on_error
 from areal_lora.platforms.device import lane_of
 from areal_lora.processes.log import get_logger
@@ -31,6 +31,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 
 READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
+END_S = 5.0  # for a source to answer that its formation has ended
 SHOWN = 8  # receivers named in an error
 MEMBER = "member {}"
 """A receiver by its rank, in errors and as the store's key with which it signs in."""
@@ -261,6 +262,12 @@ def join_group(
     )
 
 
+def end_formation(endpoint: SourceEndpoint, secret: str, reason: str) -> None:
+    """Fail all members that wait for others, with ``reason``; nothing if the source has ended it already."""
+    with suppress(dist.DistError), closing(CurveStore(endpoint.host, endpoint.port, secret, END_S)) as store:
+        store.set(ENDED, reason)
+
+
 def _join(
     endpoint: SourceEndpoint,
     rank: int,
@@ -319,10 +326,11 @@ def _join(
 
 def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], timeout_s: float) -> None:
     """Wait until all have signed in. Raises PublishError with the names of those that have not."""
-    keys = [MEMBER.format(rank) for rank, _ in enumerate(receivers, 1)]
+    keys, began_s = [MEMBER.format(rank) for rank, _ in enumerate(receivers, 1)], time.monotonic()
     try:
         store.wait(keys, backends.delta(timeout_s))
     except dist.DistError:
+        timeout_s = min(timeout_s, time.monotonic() - began_s)
         if not (missing := [name for name, key in zip(receivers, keys, strict=True) if not store.check([key])]):
             return
         shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")

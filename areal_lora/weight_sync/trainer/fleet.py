@@ -1,9 +1,11 @@
 """Rank 0's connections to the rollout servers: requests to all servers at once, answers one by one."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +16,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.admin_client import AdminClient, answered
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
+from areal_lora.weight_sync.link.broadcast_groups import end_formation
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import PingReply, PublishReply, ServerEndpoint
@@ -203,7 +206,10 @@ class Fleet:
         deadline: float,
         answer_s: float,
     ) -> dict[ServerEndpoint, Future[messages.JoinReply]]:
-        """Request that servers join their groups by ``deadline``, of which ``sources`` are the endpoints."""
+        """Request that servers join their groups by ``deadline``, of which ``sources`` are the endpoints.
+
+        The first server that fails ends the formation for all that wait, servers and sources.
+        """
         above = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
         below = dict[ServerEndpoint, list[messages.SourceEndpoint]]()
         ranks = dict[ServerEndpoint, list[int]]()
@@ -214,6 +220,14 @@ class Fleet:
                 first += server.workers
             if group.relay is not None:
                 below[group.relay] = endpoints
+        ended = threading.Event()
+
+        def end(post: Future[messages.JoinReply]) -> None:
+            if (error := post.exception()) is not None and not ended.is_set():
+                ended.set()
+                for endpoint in chain.from_iterable(sources):
+                    end_formation(endpoint, self._secret, str(error))
+
         posts = {}
         for server in above | below:
             line = self._lines[server]
@@ -226,6 +240,7 @@ class Fleet:
                 below=below.get(server),
             )
             posts[server] = line.thread.submit(line.join, request, deadline, answer_s)
+            posts[server].add_done_callback(end)
         return posts
 
     def publish(

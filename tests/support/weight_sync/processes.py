@@ -27,8 +27,11 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.link import broadcast_groups
+from areal_lora.weight_sync.link.backends import register_backend
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -89,6 +92,9 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
                 signal.sigtimedwait({signal.SIGCONT}, 0)
                 writers[0].on_write = partial(pause, pipe, itertools.count())
+            elif what == "die":
+                die(*args)
+                pipe.send(None)
             elif what == "leave":
                 leaving.set()
                 pipe.send(None)
@@ -96,6 +102,27 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
                 for w in writers:
                     w.flush = lambda slot, w=w: forget(w.slots[slot])  # type: ignore[method-assign]
                 pipe.send(None)
+
+
+def die(join: int, moment: str) -> None:
+    """Have this process be killed in its ``join``-th join: the moments are in the order of `broadcast_groups`."""
+    joins, proceed = itertools.count(1), AdapterReceiver.join
+
+    def killed(*args: object) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def joined(*args: Any) -> None:
+        if next(joins) == join:
+            match moment:
+                case "invited":
+                    killed()
+                case "connecting":
+                    broadcast_groups.CurveStore = killed  # type: ignore[assignment,misc]
+                case "signed in":
+                    register_backend(SOCKETS, killed)
+        proceed(*args)
+
+    AdapterReceiver.join = joined  # type: ignore[method-assign]
 
 
 def pause(pipe: Connection, buckets: Iterator[int]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import CurveStore, KeyTable, StoreCall, StoreServer
+from areal_lora.distributed.store import ENDED, CurveStore, KeyTable, StoreCall, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import SECRET
@@ -115,6 +115,19 @@ def test_requests_of_a_gloo_group_grow_with_its_ranks(server, monkeypatch, size)
         assert list(threads.map(join, range(size))) == [0] * size
     requests = [each for each in requests if each != StoreCall("num_keys")]  # of the constructors
     assert len(requests) <= 2 * size
+
+
+def test_the_end_fails_waits_for_missing_keys_alone(server):
+    with client(server) as store, ThreadPoolExecutor(2) as pool:
+        store.set("there", "1")
+        waits = [pool.submit(wait, ["there", "missing"]) for wait in (store.wait, store.multi_get)]
+        store.set(ENDED, "server-3 has died")
+        for wait in waits:
+            with pytest.raises(dist.DistStoreError, match="server-3 has died"):
+                wait.result(WAIT_S)
+        with pytest.raises(dist.DistStoreError, match="server-3 has died"):
+            store.get("missing")
+        assert store.get("there") == b"1"
 
 
 def test_waits_of_several_threads_do_not_hold_each_other_up(server):
