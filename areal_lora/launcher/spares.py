@@ -37,8 +37,7 @@ from areal_lora.obs.console import print_line
 from areal_lora.processes.startup import VISIBLE
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import claim_indices, forget_endpoint
-from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.status import forget_beats, last_beats
+from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, forget_beats, last_beats
 
 JOB, LOCAL = "job", "local"
 POLL_S = 0.2

@@ -20,8 +20,7 @@ from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.rendezvous import forget_endpoint
-from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.status import forget_beats, last_beats
+from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, forget_beats, last_beats
 
 LOG_LINES = 30
 POLL_S, TICK_S = 0.1, 0.5

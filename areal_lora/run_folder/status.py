@@ -90,7 +90,7 @@ class LoadingServers:
 
 
 EVERY_S = 1.0
-TIMEOUT_S = 45.0
+HEARTBEAT_TIMEOUT_S = 45.0
 """Silence after which a controller or server is restarted: some beats are late on a busy machine or a slow disk."""
 SLOW_S = 10.0
 """Parts without progress for so long are named in the log."""

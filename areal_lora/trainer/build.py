@@ -30,8 +30,7 @@ from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.desired import DesiredWatch
 from areal_lora.run_folder.paths import RunFolder, raise_session
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
-from areal_lora.run_folder.status import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
-from areal_lora.run_folder.status import LoadingServers, beat_on, set_status
+from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, beat_on, set_status
 from areal_lora.trainer.adapter import (
     ControllerState,
     RestoredState,

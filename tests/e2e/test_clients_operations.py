@@ -197,6 +197,9 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(run: Run, alone: 
     service.wait_state("experts.1", "active")
     service.wait_state("bad.1", "failed")
     service.wait_state("later.1", "pending")
+    [(state, reason)] = service.states("bad.1")
+    assert (state, "rank: rank 64 is above the servers' rollout.max_lora_rank = 8" in reason) == ("failed", True)
+    assert "rollout.max_adapters = 3" in service.states("later.1")[0][1]
     service.wait(lambda: 3 in service.steps("attention.1") and service.steps("experts.1") != [], "step 4")
     again = wanted(experts | {"steps": 2}, incarnation=2)
     service.want(first, wanted(shared), wanted(experts, phase="deleted"), again)
@@ -205,11 +208,8 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(run: Run, alone: 
     service.want(first, wanted(shared, phase="deleted"), again)
     service.wait_state("attention.1", "done")
     service.wait_state("experts.2", "done")
-    service.want()
     assert [state for state, _ in service.states("experts.2")] == ["pending", "active", "draining", "done"]
-    [(state, reason)] = service.states("bad.1")
-    assert (state, "rank: rank 64 is above the servers' rollout.max_lora_rank = 8" in reason) == ("failed", True)
-    assert "rollout.max_adapters = 3" in service.states("later.1")[0][1]
+    service.want()
     assert service.steps("experts.2") == [0, 1], "a name that is used again begins anew"
     found = states_of(service.folder, ["attention.1", "experts.1", "experts.2"])
     for version in (0, 1):

@@ -24,29 +24,29 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 845,  # undo_on_error, which replaces eleven clean-ups in other rooms; columns of tokens, routes, kept ids
-    "algorithms": 1483,  # objectives and masks of 2026; distillation; mismatch by six causes; own loss and advantage
+    "": 868,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service
+    "algorithms": 1529,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, advantage
     "checkpoint": 1437,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2304,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
-    "config": 4390,  # remote, its store; groups; cp, profile; environments; routes; served models; GDPO; kept caches
-    "data": 796,  # checks in chunks; equal attention; parts; clients' groups in linear time; routes; teacher, kept ids
-    "distributed": 371,  # scatter
-    "doctor": 994,
-    "engine": 11110,  # structured outputs; remote servers, store, differences; routes; kept ids, caches; virtual stages
-    "families": 1392,  # FLOPs of passes; sizes of routes
-    "launcher": 4623,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
+    "cli": 2302,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; workers in eval
+    "config": 4442,  # remote, its store; groups; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
+    "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
+    "distributed": 378,  # scatter; the end of a formation
+    "doctor": 993,
+    "engine": 11272,  # structured outputs; remote servers; routes; kept ids, caches; virtual stages; served weights
+    "families": 1402,  # FLOPs of passes; sizes of routes; the modules of targets
+    "launcher": 4612,  # a run in virtual time, relays in it; sweeps; trackers, page and gateway as processes
     "library": 472,  # loss, advantage
     "network": 1010,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4631,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
+    "obs": 4627,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch by cause
     "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8075,  # workers, OpenEnv; solved shares; streams, Anthropic, grammars; waiting prompts; sample time-outs
-    "run_folder": 1071,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
-    "service": 5526,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
-    "tasks": 3123,  # the time of scoring; reward models
-    "trainer": 4120,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; copies between operations
-    "weight_sync": 5493,  # relays: tree, groups, requests; shard keys; views; kept pings; differences
+    "rollout": 8216,  # workers, their memory; OpenEnv; curricula; streams, Anthropic, grammars; sample time-outs
+    "run_folder": 1059,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
+    "service": 5468,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "tasks": 3211,  # the time of scoring; reward models; mapped rows, rows by column
+    "trainer": 4130,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; copies between operations
+    "weight_sync": 5516,  # relays: tree, groups, requests; shard keys; views; pings; differences; deaths in a formation
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

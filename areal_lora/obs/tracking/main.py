@@ -14,8 +14,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import TrackerName
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
-from areal_lora.obs.tracking import to_mlflow, to_wandb
-from areal_lora.obs.tracking import tracker as tracking
+from areal_lora.obs.tracking import to_mlflow, to_wandb, tracker
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
@@ -33,7 +32,7 @@ class Client:
     package: str
     variable: str
     default: str | None
-    make: Callable[[tracking.TrackedRun, str, str | None], tracking.Tracker]
+    make: Callable[[tracker.TrackedRun, str, str | None], tracker.Tracker]
 
     @property
     def place(self) -> str | None:
@@ -57,7 +56,7 @@ def clients_of(trackers: Iterable[TrackerName]) -> list[str]:
 def check_clients(trackers: Iterable[TrackerName]) -> None:
     """Raise EnvironmentError_ for a package that is missing here, ConfigError for an address; imports no package."""
     for name in clients_of(trackers):
-        tracking.require(name, CLIENTS[name].package, name)
+        tracker.require(name, CLIENTS[name].package, name)
         if CLIENTS[name].place is None:
             variable = CLIENTS[name].variable
             raise ConfigError("run.trackers", f"{name} has no address", f"set the variable {variable}")
@@ -80,10 +79,10 @@ def send(
 
     ``place`` is a project or address, ``within`` an entity or experiment, ``shown`` another name of the run.
     """
-    with tracking.only_one(folder, name):
-        tracker = CLIENTS[name].make(tracking.tracked_run(folder, shown, tracking.public_config(config)), place, within)
-        announce(tracker.where)
-        return tracking.follow(folder, tracker, ended, wait=wait, every_s=every_s)
+    with tracker.only_one(folder, name):
+        client = CLIENTS[name].make(tracker.tracked_run(folder, shown, tracker.public_config(config)), place, within)
+        announce(client.where)
+        return tracker.follow(folder, client, ended, wait=wait, every_s=every_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder.status import TIMEOUT_S
+from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -21,7 +21,7 @@ def found(*overrides: str) -> dict[str, str]:
 
 
 def test_a_stopped_controller_or_server_is_found_within_a_minute_by_default() -> None:
-    assert TIMEOUT_S <= 60.0
+    assert HEARTBEAT_TIMEOUT_S <= 60.0
     assert found() == {}
 
 
