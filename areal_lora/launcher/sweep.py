@@ -150,20 +150,18 @@ def plan_sweep(
 def plan_rungs(
     trials: int, steps: int, parts: Sequence[Fraction] = (), every: int = 1, earliest: int = 1
 ) -> tuple[Rung, ...]:
-    """Half of the trials, rounded up, continue after each of ``parts`` of the steps, in steps of ``every``; the last
-    rungs stop one trial each, because the rates that learn fastest at first may end lower than the next ones.
+    """Half of the trials, rounded up, continue after each of ``parts`` of the steps, in steps of ``every``.
 
-    By default one trial remains after 1/2: of eight 4, 3, 2, 1 continue after 1/16, 1/8, 1/4, 1/2 of the steps, which
-    together are 2.1 times the steps of one. None is before the ``earliest`` step, whose answers do not come from
-    version 0, which all trials share, and the last one not before twice as many.
+    By default one trial remains after 1/4: of eight half stop at 1/16, 1/8, 1/4 of the steps, which together are 1.75
+    times the steps of one. None is before the ``earliest`` step, whose answers do not come from version 0, which all
+    trials share, and the last one not before twice as many: a rate that is too high leads at first.
     """
-    chosen = parts or [Fraction(1, 2 << n) for n in range((trials - 1).bit_length(), -1, -1)]
+    halvings = (trials - 1).bit_length()
+    chosen = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
-    remaining = trials
-    for n, part in enumerate(chosen, 1):
-        first = 1 if parts else earliest * (1 + (n == len(chosen) > 1))
-        if (keep := max(-(-trials >> n), len(chosen) - n + 1)) < remaining:
-            found[max(first, every * math.ceil(part * steps / every))] = remaining = keep
+    for n, part in enumerate(chosen[:halvings], 1):
+        first = 1 if parts else earliest * (1 + (n == halvings > 1))
+        found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 
 

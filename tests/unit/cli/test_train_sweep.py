@@ -41,7 +41,7 @@ def make_sweep(root: Path) -> RunFolder:
 def test_trials_and_rungs_are_shown_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["sweep", FILES[1], *FILES[2:], RANKS, "--rungs", "1/4,0.5", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "2 trials, compared by reward; rungs: step 30 keeps 1" in out
+    assert "2 trials, compared by reward; rungs: step 15 keeps 1" in out
     assert "  rank-4: adapters.0.rank=4" in out
     assert "120 steps of 2 adapters on this machine; nothing is started" in out
     assert list(tmp_path.iterdir()) == []

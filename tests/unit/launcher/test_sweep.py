@@ -131,19 +131,18 @@ def test_evaluations_must_exist_before_the_end() -> None:
     assert planned(RATES, "eval.every_steps=3", by=Measure.EVALUATION)[1].rungs == (Rung(3, 2), Rung(6, 1))
 
 
-def test_by_default_one_trial_remains_after_half_of_the_steps() -> None:
-    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 3), Rung(16, 2), Rung(32, 1))
-    assert plan_rungs(2, 64) == (Rung(32, 1),)
-    for trials in range(2, 65):
-        cost, before, made = 0.0, 0, trials
-        for rung in plan_rungs(trials, 1 << 12):
+def test_by_default_one_trial_remains_after_a_quarter_of_the_steps() -> None:
+    assert plan_rungs(8, 64) == (Rung(4, 4), Rung(8, 2), Rung(16, 1))
+    assert plan_rungs(2, 64) == (Rung(16, 1),)
+    for halvings in range(1, 6):
+        cost, before, made = 0.0, 0, 1 << halvings
+        for rung in plan_rungs(made, 1 << 12):
             cost += made * (rung.step - before)
-            assert made / 2 <= rung.keep < made
-            assert rung.step >= 2 * before
+            assert rung.keep == made / 2
             before, made = rung.step, rung.keep
-        assert (before, made) == (1 << 11, 1)
-        assert (cost + before) / (1 << 12) <= 1.5 + 0.25 * math.log2(trials), "steps of all trials over those of one"
-    assert [rung.keep for rung in plan_rungs(13, 1 << 12)] == [7, 4, 3, 2, 1]
+        assert made == 1
+        assert (cost + (1 << 12) - before) / (1 << 12) == 1 + 0.25 * halvings
+    assert [rung.keep for rung in plan_rungs(13, 1 << 12)] == [7, 4, 2, 1]
 
 
 def test_rungs_of_short_runs_are_merged_and_lie_before_the_end() -> None:
@@ -152,7 +151,7 @@ def test_rungs_of_short_runs_are_merged_and_lie_before_the_end() -> None:
     assert plan_rungs(8, 64, earliest=4) == plan_rungs(8, 64)
     assert plan_rungs(8, 16, [Fraction(1, 8)], earliest=4) == (Rung(2, 4),), "as given"
     assert plan_rungs(4, 1) == ()
-    assert plan_rungs(3, 10, [Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]) == (Rung(5, 2), Rung(8, 1))
+    assert plan_rungs(3, 10, [Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]) == (Rung(3, 2), Rung(5, 1))
     assert plan_rungs(4, 10, [Fraction(9, 10)], every=4) == ()
     for wrong in ("1/2,1/4", "1", "0", "1/4,0.25", "1/x", "1/0", "-1/4"):
         with pytest.raises(ConfigError, match="--rungs"):
