@@ -53,7 +53,7 @@ class LateEngine:
         return queue
 
     async def call_utility_async(self, method: str, follow_id: int, lora_id: int) -> dict[str, tuple[int, int]]:
-        self.version, known = lora_id, {name: (0, 0) for name in self.requests}
+        self.version, known = lora_id, dict.fromkeys(self.requests, (0, 0))
         if self.sent.is_set():
             self.changed.set()
             await self.arrived.wait()
