@@ -79,7 +79,9 @@ class AgentWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         ended = await all_samples(
-            repeated(partial(self._tried, group.conversation(), prompt, ref, i), derived_seed(seed, i))
+            repeated(
+                partial(self._tried, group.conversation(), prompt, ref, i), derived_seed(seed, i), f"{prompt.uid}:{i}"
+            )
             for i in range(n)
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])

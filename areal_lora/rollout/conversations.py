@@ -18,6 +18,7 @@ import msgspec
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import RecordError
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
@@ -26,6 +27,7 @@ from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
+log = get_logger(__name__)
 
 
 class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,8 +153,8 @@ SAMPLE_TRIES = 3
 """Workers that one sample may lose before its group is sampled again: the sample may be what ends them."""
 
 
-async def repeated(tried: Callable[[int], Awaitable[T]], seed: int) -> T:
-    """Run a sample again that has lost its worker, or its time; the other samples of its group continue.
+async def repeated(tried: Callable[[int], Awaitable[T]], seed: int, uid: str) -> T:
+    """Run sample ``uid`` again that has lost its worker, or its time; the other samples of its group continue.
 
     It is a new session, since what the lost one sampled is not trained on. After a time-out it has another seed than
     ``seed``: with the same one it might take as long again. A second time-out is its group's.
@@ -161,12 +163,12 @@ async def repeated(tried: Callable[[int], Awaitable[T]], seed: int) -> T:
     for _ in range(SAMPLE_TRIES - 1):
         try:
             return await tried(seed)
-        except SampleTimeout:
-            if seed == again:
-                raise
-            seed = again
-        except WorkerLost:
-            pass
+        except (SampleTimeout, WorkerLost) as fault:
+            if isinstance(fault, SampleTimeout):
+                if seed == again:
+                    raise
+                seed = again
+            log.warning("sample %s is repeated: %s", uid, fault)
     return await tried(seed)
 
 
@@ -241,7 +243,10 @@ class MultiTurnWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n, group = self.context.sampling.n_samples, self.context.conversation()
         made = await all_samples(
-            repeated(partial(self._episode, group.conversation(), prompt, ref), derived_seed(seed, i)) for i in range(n)
+            repeated(
+                partial(self._episode, group.conversation(), prompt, ref), derived_seed(seed, i), f"{prompt.uid}:{i}"
+            )
+            for i in range(n)
         )
         scores = await self.context.scores(
             [

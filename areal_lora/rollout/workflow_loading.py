@@ -1,5 +1,6 @@
 """From a configuration's ``workflow`` to the workflow itself."""
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from areal_lora.rollout import workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow, repeated
+from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow, SampleTimeout, repeated
 from areal_lora.rollout.custom_child import (
     Call,
     CallAnswer,
@@ -23,7 +24,7 @@ from areal_lora.rollout.custom_child import (
     packed,
     unpacked,
 )
-from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult
 from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
@@ -94,7 +95,10 @@ def build_workflow(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomWorkflow:
-    """A user's workflow, which runs in a worker with a context of the same fields as ``context``."""
+    """A user's workflow, which runs in a worker with a context of the same fields as ``context``.
+
+    It has `sampling.timeout_s` for a whole group, which is one sample here.
+    """
 
     context: flow.WorkflowContext
     workers: EnvironmentWorkers
@@ -108,10 +112,18 @@ class CustomWorkflow:
             streams=self.context.streams,
             evaluating=self.context.evaluating,
         )
-        run = packed(WorkflowRun(prompt=prompt, ref=ref, seed=seed))
-        task = {"context": msgspec.to_builtins(fields), "run": run, "sample": {}}
-        # A worker's end is all that repeats it, with the seed that is in ``run``.
-        played = await repeated(lambda _: self.workers.run(task, ContextCalls(context=self.context).answer), seed)
+        timeout_s = self.context.sampling.timeout_s
+
+        async def tried(seed: int) -> PlayResult:
+            run = packed(WorkflowRun(prompt=prompt, ref=ref, seed=seed))
+            task = {"context": msgspec.to_builtins(fields), "run": run, "sample": {}}
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self.workers.run(task, ContextCalls(context=self.context).answer)
+            except TimeoutError:
+                raise SampleTimeout(f"the workflow took longer than {timeout_s:g} s") from None
+
+        played = await repeated(tried, seed, prompt.uid)
         episode: flow.Episode = unpacked(played.episode, flow.Episode)
         return episode
 

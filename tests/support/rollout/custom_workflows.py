@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,23 @@ class Killed:
             (self.marks / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return episode
+
+
+class Hangs:
+    """Single turn. The first ``times`` runs never end; a thread that ``blocks`` cannot be cancelled either."""
+
+    def __init__(self, context: WorkflowContext, *, marks: str, times: int, blocks: bool = False) -> None:
+        self.inner, self.marks = SingleTurnWorkflow(context=context), Path(marks)
+        self.times, self.blocks = times, blocks
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        n = len(list(self.marks.iterdir()))
+        (self.marks / f"{n}-{seed}-{os.getpid()}").touch()
+        if n < self.times:
+            if self.blocks:
+                time.sleep(3600.0)
+            await asyncio.sleep(3600.0)
+        return await self.inner.run(prompt, ref, seed)
 
 
 class TwoTurns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout import environment_workers
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.custom_child import CheckedWorkflow
@@ -21,10 +23,11 @@ from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Outcome
+from tests.support.clocks import seen
 from tests.support.rollout import custom_workflows
 from tests.support.rollout.custom_workflows import Changed
 from tests.support.rollout.fake_server import FakeServer, Fault
-from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, V1, V2, Graded, prompt_of, served
+from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
 
@@ -126,9 +129,62 @@ def test_what_cannot_be_built_is_wrong_input(name: str, args: dict[str, Any], wo
         in_worker(name, **args)
 
 
-def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_worker_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(in_worker("Killed", marks=str(tmp_path)).group.trajectories) == 2
     assert len(list(tmp_path.iterdir())) == 1
+    reason = "environment: its worker process ended with status -9"
+    assert [r.getMessage() for r in caplog.records if "repeated" in r.msg] == [f"sample 0:s is repeated: {reason}"]
+
+
+def until_it_ends(marks: Path, timeout_s: float, tries: int = 1, **how: Any) -> Episode | GenerationFault:
+    """Run `Hangs` until it returns an Episode, at most ``tries`` times."""
+    config = chosen("Hangs", marks=str(marks), **how)
+    sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s})
+
+    async def main() -> Episode | GenerationFault:
+        fake = FakeServer(models={str(V1)})
+        async with served(fake, Graded(), sampling) as context, EnvironmentWorkers(config, FIELDS) as workers:
+            workflow, fault = build_workflow(config, context, Sessions(), workers=workers), None
+            for _ in range(tries):
+                try:
+                    return await workflow.run(PROMPT, V1, seed=1)
+                except GenerationFault as error:
+                    fault = error
+        assert fault is not None
+        return fault
+
+    return asyncio.run(main())
+
+
+def test_a_workflow_that_hangs_is_repeated_once_then_its_group(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault = until_it_ends(tmp_path, 1.5, times=100)
+    assert isinstance(fault, GenerationFault)
+    assert (fault.kind, fault.detail) == (FaultKind.TIMEOUT, "the workflow took longer than 1.5 s")
+    assert [r.getMessage() for r in caplog.records if "repeated" in r.msg] == [f"sample 0:s is repeated: {fault}"]
+
+
+def test_a_workflow_whose_time_is_over_is_repeated_with_another_seed(tmp_path: Path) -> None:
+    attempts = itertools.count()
+
+    def attempt() -> tuple[Episode | GenerationFault, list[str]]:
+        marks = tmp_path / str(next(attempts))
+        marks.mkdir()
+        ended = until_it_ends(marks, 2.0, times=1)
+        return ended, sorted(mark.name for mark in marks.iterdir())
+
+    _, marks = seen(attempt, lambda found: isinstance(found[0], Episode) and len(found[1]) == 2)  # else a stall
+    (_, first, worker), (_, again, same_worker) = [mark.split("-") for mark in marks]
+    assert (first, worker) == ("1", same_worker)
+    assert again != first
+
+
+def test_a_workflow_that_blocks_its_worker_costs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_workers, "CANCEL_S", 0.1)
+    assert isinstance(until_it_ends(tmp_path, 3.0, tries=60, times=1, blocks=True), Episode)
+    first, *_, last = sorted(tmp_path.iterdir(), key=lambda mark: int(mark.name.split("-")[0]))
+    assert first.name.split("-")[2] != last.name.split("-")[2], "another process"
 
 
 def test_requests_of_a_conversation_have_its_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from areal_lora.config.sections.run import InFlight
 from areal_lora.engine.vllm_ext.compat.engine import WHOLE
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
+from areal_lora.errors import UnknownVersionError
 from areal_lora.types import AdapterRef
 
 CONTEXT = 6  # prompt tokens that decide how the first token of the answer is decoded
@@ -187,10 +188,12 @@ class Sampler:
     # ------------------------------------------------------------ interrupt, keep
 
     def _on_others(self, ref: AdapterRef) -> list[EngineRequest]:
-        """Sequences on other versions of the adapter. Those of a dropped adapter that had its name end as they are."""
-        incarnation = self._adapters.versions.incarnations.get(ref.name)
+        """Sequences on other versions of the adapter, also on a lost one that had the name of ``ref``. Those of a
+        dropped adapter that had its name end as they are."""
+        versions = self._adapters.versions
+        incarnation = versions.incarnations.get(ref.name)
         mine = ((t, t.lease.ref) for t in self._running if t.lease.incarnation == incarnation)
-        return [t for t, on in mine if on and on.name == ref.name and on != ref]
+        return [t for t, on in mine if on and on.name == ref.name and (on != ref or t.lease.resident in versions.left)]
 
     async def _cut(self, ref: AdapterRef) -> None:
         """Cut all sequences on other versions of the adapter; ``_sequence`` continues them on the newest.
@@ -206,6 +209,7 @@ class Sampler:
         """
         cut: list[EngineRequest] = []
         self._settled.clear()
+        sent = {request for request in self._running if request.engine_id}  # before the change
         try:
             known = await self._adapters.follow(ref)
             for request in self._on_others(ref):
@@ -215,7 +219,7 @@ class Sampler:
                 elif sampled:
                     request.lease.move(self._adapters.versions, ref)
                     request.changes.append((sampled, ref))
-                elif request.engine_id in known or not request.engine_id:  # others have ended
+                elif request.engine_id in known or request not in sent:  # others have ended
                     request.void = True
                     self._generator.counters.recomputed_tokens += computed
                     cut.append(request)
@@ -283,6 +287,8 @@ class Sampler:
                     finally:
                         self._running.discard(request)
                         await outputs.aclose()
+                    if lease.resident in self._adapters.versions.left:  # its name may be another version's by now
+                        raise UnknownVersionError(f"{lease.name} is lost: the trainer resumed from an older version")
                 if not request.void:
                     self._generator.counters.interrupted += 1
                     self._generator.counters.recomputed_tokens += len(ids) + len(done)

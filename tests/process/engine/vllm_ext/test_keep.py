@@ -328,3 +328,34 @@ def test_versions_that_no_sequence_is_on_leave_their_slots(server: RunningServer
     """More versions than slots pass under one answer, and a publish never waits for it."""
     ((choice,),) = during(oracle, {}, publishes=6, changes=3)
     assert oracle.check(PROMPT, choice) > 3
+
+
+def test_answers_on_a_lost_version_end_even_if_the_next_one_has_its_name(
+    server: RunningServer, oracle: KeepOracle
+) -> None:
+    """The next session of the trainer resumes from an older version, and first makes one of the lost one's number."""
+    prompts = [[*PROMPT, k] for k in range(3 * SEQUENCES)]
+    lost = oracle.publish()
+
+    async def run() -> list[tuple[int, dict[str, Any]]]:
+        nonlocal lost
+        lost = await asyncio.to_thread(oracle.publish)
+        before = (await asyncio.to_thread(oracle.stats)).requests
+        async with aiohttp.ClientSession() as session:
+            tasks = [asyncio.create_task(server.post(session, **body(prompt=prompt))) for prompt in prompts]
+            await oracle.requested(before + len(tasks))
+            server.source.session += 1
+            await asyncio.to_thread(server.publish, server.adapter(900 + lost), lost)
+            return [await task for task in tasks]
+
+    found = seen(lambda: asyncio.run(run()), lambda answers: any(status == 404 for status, _ in answers))
+    assert {status for status, _ in found} in ({404}, {200, 404}), "all answers were of the lost version"
+    for prompt, (status, got) in zip(prompts, found, strict=True):
+        if status == 200:  # before the next session
+            assert oracle.check(prompt, got["choices"][0]) == 1
+        else:
+            assert f"math@v{lost}" in got["error"]["message"]
+    (new,) = asyncio.run(answer(server, max_tokens=8))
+    want = server.logprobs(server.adapter(900 + lost), PROMPT + new["token_ids"])[len(PROMPT) :]
+    assert set(new["versions"]) == {lost}
+    assert np.abs(np.array(new["logprobs"]["token_logprobs"]) - want).max() < 1e-4
