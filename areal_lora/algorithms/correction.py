@@ -15,7 +15,7 @@ Rounding of bfloat16 alone is about 0.01. Log w that is normal with mean |log w|
 0.1 the geometric mean of w is 0.992, where its published bounds (preset `geo_mis`) still keep a usual answer.
 """
 HOLD = 0.5
-"""Part of its limit below which a correction is left: one that is near a limit does not alternate."""
+"""Part of its limit down to which a correction in use remains: a mismatch near a limit does not alternate."""
 
 
 def choose(current: Correction, mean: float | None) -> Correction:
