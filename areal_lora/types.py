@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 from areal_lora.tokens import MOST_KEPT as MOST_KEPT
@@ -133,6 +133,14 @@ class Cause(StrEnum):
     OTHER = "other"
     CODE = "code"
     UNREACHABLE = "unreachable"
+
+
+class Correction(IntEnum):
+    """What `behaviour_correction: auto` chooses for a step, from the weakest on; ``obs`` shows it by its number."""
+
+    NONE = 0
+    TRUNCATE = 1
+    GEOMETRIC = 2
 
 
 class AdapterPhase(StrEnum):

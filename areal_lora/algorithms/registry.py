@@ -7,6 +7,7 @@ from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Sh
 from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Behaviour, Clip, PolicyTerms
 from areal_lora.algorithms.user_functions import own_advantage, own_loss
 from areal_lora.config.sections.adapter import AlgorithmConfig
+from areal_lora.types import Correction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Algorithm:
     """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
 
     Without ``reference`` the reference is the base or a teacher. With ``critic`` one is trained beside the policy.
+    ``corrections``: what a choice for a step means, and ``correction`` the choice in ``terms``; none where it is fixed.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Algorithm:
     kl_target: float | None = None
     critic: bool = False
     reference: ReferenceTerms | None = None
+    corrections: Mapping[Correction, Behaviour] | None = None
+    correction: Correction | None = None
 
     def with_kl_scale(self, scale: float) -> "Algorithm":
         """The same with ``scale`` times the KL coefficient, in the loss and in the reward."""
@@ -47,6 +51,12 @@ class Algorithm:
             shaping=replace(self.shaping, kl_coef=scale * self.shaping.kl_coef),
             terms=replace(self.terms, kl_coef=scale * self.terms.kl_coef),
         )
+
+    def with_correction(self, chosen: Correction) -> "Algorithm":
+        """The same with the ``chosen`` correction, unless it is fixed."""
+        if self.corrections is None:
+            return self
+        return replace(self, terms=replace(self.terms, behaviour=self.corrections[chosen]), correction=chosen)
 
 
 def build_algorithm(
@@ -64,18 +74,13 @@ def build_algorithm(
     training forward pass and ``needs_prox`` is False. So it is where nothing refers to the proximal policy.
     """
     in_reward, in_ratio = config.kl_in != "loss", config.behaviour_correction == "in_ratio"
-    kl = ESTIMATORS[config.kl_estimator]
+    kl, behaviour = ESTIMATORS[config.kl_estimator], _behaviour(config)
     clip = Clip(low=config.eps_clip, high=config.clip_high, dual=config.dual_clip)
     terms = PolicyTerms(
         loss=LOSSES[config.loss] if config.loss in LOSSES else own_loss(config.loss, clip),
         clip=clip,
         ratio="rollout" if in_ratio else "proximal",
-        behaviour=Behaviour(
-            correction="none" if config.behaviour_correction == "in_ratio" else config.behaviour_correction,
-            level=config.behaviour_level,
-            cap=config.behaviour_cap,
-            floor=config.behaviour_floor,
-        ),
+        behaviour=behaviour,
         kl=kl,
         kl_coef=0.0 if in_reward else config.kl_coef,
         entropy_coef=config.entropy_coef,
@@ -104,4 +109,22 @@ def build_algorithm(
         reference=ReferenceTerms(first=given_steps, every=config.reference_refresh_steps)
         if config.has_reference
         else None,
+        corrections={
+            Correction.NONE: replace(behaviour, correction="none"),
+            Correction.TRUNCATE: behaviour,
+            Correction.GEOMETRIC: _behaviour(AlgorithmConfig(kind="geo_mis")),
+        }
+        if config.behaviour_correction == "auto"
+        else None,
+    )
+
+
+def _behaviour(config: AlgorithmConfig) -> Behaviour:
+    """With ``auto``, truncation: what bounds a mismatch that is not known yet, and drops nothing."""
+    key = config.behaviour_correction
+    return Behaviour(
+        correction="none" if key == "in_ratio" else "truncate" if key == "auto" else key,
+        level=config.behaviour_level,
+        cap=config.behaviour_cap,
+        floor=config.behaviour_floor,
     )

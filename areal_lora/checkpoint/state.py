@@ -20,7 +20,7 @@ import numpy as np
 from areal_lora.errors import CheckpointError
 from areal_lora.families.safetensors_head import head_of, read_head
 from areal_lora.run_folder.paths import sync_folder
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterSpec, Correction
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -110,8 +110,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``layout`` is the parallel layout of the writer, for information only. ``ledger`` is the controller's
     snapshot after the step that produced this version is consumed. ``evaluations`` are the known held-out
     evaluations by version, ``awaited`` the earlier versions with a pending evaluation. ``written_s`` is Unix time.
-    ``kl_scale`` is the factor of the KL coefficient (`TrainingState`). ``companions`` are by role, which their files
-    start with (`files_of`).
+    ``kl_scale`` is the factor of the KL coefficient, ``correction`` the next step's (`TrainingState`). ``companions``
+    are by role, which their files start with (`files_of`).
     """
 
     format: int = FORMAT
@@ -127,6 +127,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     evaluations: dict[int, Evaluation]
     awaited: tuple[int, ...] = ()
     kl_scale: float = 1.0
+    correction: Correction = Correction.TRUNCATE
     companions: dict[str, Companion] = {}
     written_s: float
 

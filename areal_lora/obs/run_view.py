@@ -1,13 +1,13 @@
 """The state of a run from the records seen so far, of the run and of each adapter, for consoles and commands."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from areal_lora.obs.metrics import records
 from areal_lora.obs.warnings import Warnings
-from areal_lora.types import AdapterPhase
+from areal_lora.types import AdapterPhase, Correction
 
 PROBLEMS_SHOWN = 3
 WINDOW = 20
@@ -23,6 +23,18 @@ def publish_problem(record: records.PublishRecord) -> str | None:
     if record.probe_mean_abs is None:
         return f"publish v{record.version}: the parity probe returned no finite value"
     return None
+
+
+def correction_change(steps: Sequence[records.StepRecord]) -> list[str]:
+    """A line where the newest of ``steps`` has another behaviour correction than the one before."""
+    if len(steps) < 2:
+        return []
+    before, newest = (step.metrics.get("train/correction") for step in (steps[-2], steps[-1]))
+    mean = steps[-2].metrics.get("train/behaviour_mean_abs")
+    if before is None or newest is None or mean is None or before == newest:
+        return []
+    change = " -> ".join(Correction(int(number)).name.lower() for number in (before, newest))
+    return [f"behaviour correction {change}: mean |log w| was {mean:.2g}"]
 
 
 def counted(done: int, total: int | None) -> str:
@@ -73,13 +85,16 @@ class AdapterView:
                 pass
 
     def new_problems(self) -> list[str]:
-        """Call after each step: warnings, and faults of rollouts once there are twice as many as when last shown."""
+        """Call after each step: warnings, another behaviour correction, and faults of rollouts.
+
+        The last once there are twice as many as when last shown.
+        """
         newest, found = self.steps[-1], self._warnings.of(list(self.steps)[-WINDOW:])
         n = sum(newest.retried.get(kind, 0) + newest.dropped.get(kind, 0) for kind in newest.faults)
         if n >= max(1, 2 * self._faults_shown):
             self._faults_shown = n
             found.insert(0, f"rollouts failed: {newest.faults_text}")
-        return found
+        return found + correction_change(self.steps)
 
     @property
     def last_eval(self) -> records.EvalRecord | None:

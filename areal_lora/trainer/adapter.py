@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from areal_lora.algorithms.correction import choose
 from areal_lora.algorithms.losses import adapted
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.checkpoint.state import Evaluation
@@ -24,7 +25,7 @@ from areal_lora.data.prompts import TextTokenizer
 from areal_lora.errors import ArealLoraError
 from areal_lora.families.shape import read_shape
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.types import AdapterPhase, AdapterRef, AdapterSpec, TrainBatch
+from areal_lora.types import AdapterPhase, AdapterRef, AdapterSpec, Correction, TrainBatch
 
 TokenRows = list[list[int]]
 SERVED = (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.DRAINING, AdapterPhase.PAUSED)
@@ -57,7 +58,8 @@ class TrainingState:
 
     ``version`` counts the training steps taken, one batch and one published version each; of an adapter that a client
     drives it is the number of the operation that made the weights. ``skipped_steps`` in a row had gradients that were
-    not finite. ``kl_scale`` times the configured KL coefficient is in use. ``failure``: the error in phase FAILED.
+    not finite. ``kl_scale`` times the configured KL coefficient is in use, and ``correction`` where it is chosen by
+    step. ``failure``: the error in phase FAILED.
     """
 
     adapter: Adapter
@@ -66,6 +68,7 @@ class TrainingState:
     failure: ArealLoraError | None = None
     skipped_steps: int = 0
     kl_scale: float = 1.0
+    correction: Correction = Correction.TRUNCATE
 
     @property
     def name(self) -> str:
@@ -77,12 +80,17 @@ class TrainingState:
 
     @property
     def tuned(self) -> Adapter:
-        """The adapter with the KL coefficient of the version in training."""
-        return replace(self.adapter, algorithm=self.adapter.algorithm.with_kl_scale(self.kl_scale))
+        """The adapter with the KL coefficient and the behaviour correction of the version in training."""
+        algorithm = self.adapter.algorithm.with_kl_scale(self.kl_scale).with_correction(self.correction)
+        return replace(self.adapter, algorithm=algorithm)
 
-    def advance(self, *, skipped: bool, kl: float | None) -> None:
-        """Count one training step; ``skipped`` if no optimizer step of it was taken. ``kl``: mean of a token."""
+    def advance(self, *, skipped: bool, kl: float | None, mismatch: float | None) -> None:
+        """Count one training step; ``skipped`` if no optimizer step of it was taken.
+
+        ``kl`` and ``mismatch``, mean |log w|, are of a token.
+        """
         self.version += 1
+        self.correction = choose(self.correction, mismatch)
         self.kl_scale = adapted(self.kl_scale, kl, self.adapter.algorithm.kl_target)
         self.skipped_steps = self.skipped_steps + 1 if skipped else 0
 
@@ -112,6 +120,7 @@ class RestoredState:
     version: int
     controller: ControllerState
     kl_scale: float = 1.0
+    correction: Correction = Correction.TRUNCATE
 
 
 def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> Adapter:

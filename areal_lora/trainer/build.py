@@ -82,7 +82,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     versions = {name: found.version for name, found in restored.items()}
     states = {a.name: TrainingState(adapter=a, version=versions.get(a.name, 0)) for a in adapters}
     for name, found in restored.items():
-        states[name].kl_scale = found.kl_scale
+        states[name].kl_scale, states[name].correction = found.kl_scale, found.correction
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s, machines) if client else None

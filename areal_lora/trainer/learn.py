@@ -19,7 +19,7 @@ from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
-from areal_lora.types import TrainBatch
+from areal_lora.types import Correction, TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
@@ -57,7 +57,7 @@ class LearnReport:
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
-    measured. ``truncated``: they are normalised over kept ids.
+    measured. ``truncated``: they are normalised over kept ids. ``correction`` is the step's, where it is not fixed.
     """
 
     sums: dict[str, float]
@@ -68,6 +68,7 @@ class LearnReport:
     logprobs: Tensor | None = None
     truncated: bool = False
     variants: Variants = Variants()
+    correction: Correction | None = None
 
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
@@ -253,6 +254,7 @@ def learn(
         logprobs=before,
         truncated=batch.kept is not None,
         variants=variants,
+        correction=adapter.algorithm.correction,
     )
 
 

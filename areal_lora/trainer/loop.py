@@ -139,7 +139,8 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     spans.take(trainer.engine.spans)
     audit, memory = collect_audit(trainer, state), trainer.engine.memory()
     reached("trainer.learned")
-    state.advance(skipped=report.skipped == 1.0, kl=report.per_sampled_token("kl"))
+    kl, mismatch = (report.per_sampled_token(name) for name in ("kl", "behaviour_abs"))
+    state.advance(skipped=report.skipped == 1.0, kl=kl, mismatch=mismatch)
     if trainer.rank_0:
         trainer.rank_0.turns.trained(state.name, sum(histogram.values()))
         # Before the checkpoint: a resumed run voids records beyond it, and could not add one that is missing.

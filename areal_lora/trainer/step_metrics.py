@@ -120,6 +120,7 @@ def of_learning(report: LearnReport) -> Metrics:
         "train/clip_fraction": report.per_sampled_token("clipped"),
         "train/log_ratio_abs": report.per_sampled_token("ratio_abs"),
         "train/behaviour_mean_abs": report.per_sampled_token("behaviour_abs"),
+        "train/correction": report.correction,
         "train/mismatch_fresh": _mismatch(report, "fresh"),
         "train/mismatch_stale": _mismatch(report, "stale"),
         "train/router_flips": report.variants.flips,

@@ -69,9 +69,10 @@ class AlgorithmConfig(Section):
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage A the objective is not below `dual_clip` x A; unset: no bound."""
-    behaviour_correction: Literal["mask", "truncate", "none", "in_ratio"] = "mask"
+    behaviour_correction: Literal["mask", "truncate", "none", "in_ratio", "auto"] = "mask"
     """Weight w = proximal/behaviour of a token beside the ratio current/proximal: `mask`: 0 outside of the bounds;
-    `truncate`: at most `behaviour_cap`; `none`: 1; `in_ratio`: 1, and the ratio is current/behaviour."""
+    `truncate`: at most `behaviour_cap`; `none`: 1; `in_ratio`: 1, and the ratio is current/behaviour;
+    `auto`: by the mismatch of the step before."""
     behaviour_level: Literal["token", "sequence", "geometric"] = "token"
     """w of each token, or the product over its sequence, or the geometric mean."""
     behaviour_cap: PositiveFloat = Field(5.0, description="Upper bound of w.")

@@ -185,7 +185,7 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
         return None
     state = TrainingState(adapter=adapter)
     if restored is not None:
-        state.version, state.kl_scale = restored.version, restored.kl_scale
+        state.version, state.kl_scale, state.correction = restored.version, restored.kl_scale, restored.correction
         trainer.checkpointing.resumed(adapter.name, restored.version)
     trainer.states[adapter.name] = state
     log.info("%s joins", state.ref)

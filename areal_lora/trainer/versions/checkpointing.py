@@ -189,6 +189,7 @@ class Checkpointing:
             evaluations=dict(controller.evaluations),
             awaited=tuple(sorted(controller.pending)),
             kl_scale=state.kl_scale,
+            correction=state.correction,
             companions={role: described for role, (_, described) in others.items()},
             written_s=0.0,
         )
@@ -326,7 +327,9 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | 
     controller = ControllerState(
         ledger=manifest.ledger, evaluations=manifest.evaluations, pending=frozenset(manifest.awaited)
     )
-    return RestoredState(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
+    return RestoredState(
+        version=manifest.version, controller=controller, kl_scale=manifest.kl_scale, correction=manifest.correction
+    )
 
 
 def _resumed(ref: AdapterRef, found: WholeCheckpoint, config: Config) -> str:

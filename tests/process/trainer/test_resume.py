@@ -17,7 +17,7 @@ from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Manifest, files_of, read_files
 from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, Correction
 from tests.support.distributed.oracle import make_model
 from tests.support.distributed.spawn import RanksFailed, run_ranks
 from tests.support.sizes import sample
@@ -62,6 +62,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folders": folders, "ends": ends, "deaths": deaths, "again": again}
 
 
+def corrections(last: int) -> list[Correction]:
+    """Of each version: what `DRIFTS` lead to with the hysteresis, by hand."""
+    none, truncate, geometric = Correction
+    after = geometric, truncate, truncate, none, truncate, geometric
+    return [truncate, truncate, *(after[step % 6] for step in range(1, last))]
+
+
 def world(what: Any, session: Session, store: Path) -> list[Any]:
     store.mkdir()
     return run_ranks(what, 2, store, (session,))
@@ -93,7 +100,7 @@ def test_adapter_moments_clock_random_numbers_and_prompts_are_equal_bit_for_bit(
     assert [m.version for m in whole] == [m.version for m in killed] == list(range(STEPS + 1))
     for a, b in zip(whole, killed, strict=True):
         assert a.files == b.files, f"weights or moments of v{a.version} differ"  # names, sizes and checksums
-        assert (a.clock, a.random, a.ledger) == (b.clock, b.random, b.ledger)
+        assert (a.clock, a.random, a.ledger, a.correction) == (b.clock, b.random, b.ledger, b.correction)
     assert runs["ends"]["whole"][0]["random"] == runs["ends"]["killed"][0]["random"]
 
 
@@ -101,6 +108,7 @@ def test_the_comparison_can_fail(runs: Any) -> None:
     whole = manifests(runs["folders"]["whole"])
     assert len({m.files[0].blake2b for m in whole}) == len({m.random[0].host for m in whole}) == STEPS + 1
     assert len({m.ledger for m in whole}) == STEPS + 1
+    assert [m.correction for m in whole] == corrections(STEPS)
     names = [f"{role}rank-000{rank}.safetensors" for rank in range(2) for role in ("", "critic-", "reference-")]
     assert [entry.name for entry in whole[0].files] == names
 
@@ -201,6 +209,9 @@ def changed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 def test_other_layouts_and_more_steps_resume_from_the_same_checkpoint(changed: Any) -> None:
     assert [[e["begun"], e["version"]] for e in changed["ends"]["tp2"]] == [[STEPS, STEPS + 1]] * 2
     assert [[e["begun"], e["version"]] for e in changed["ends"]["pp2"]] == [[STEPS + 1, STEPS + 2]] * 2
+    wanted = corrections(STEPS + 2)
+    assert [m.correction for m in changed["manifests"]] == [wanted[m.version] for m in changed["manifests"]]
+    assert [e["correction"] for e in changed["ends"]["tp2"]] == [corrections(STEPS + 1)[-1]] * 2
     last = changed["manifests"][-1]
     assert (last.layout["pp"], last.clock.step, last.clock.total_steps) == (2, STEPS + 2, STEPS + 2)
     assert last.ledger == b"%d" % ((STEPS + 2) * PROMPTS)

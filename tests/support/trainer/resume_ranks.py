@@ -43,7 +43,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.sizes import size
 
 STEPS, PROMPTS, LENGTH = size(12, 20), 3, 12
-# All that a checkpoint can hold: a critic, and a reference that is renewed.
+# All that a checkpoint can hold: a critic, a reference that is renewed, a correction that is chosen by step.
 ALGORITHM = AlgorithmConfig.model_validate(
     {
         "kind": "ppo",
@@ -52,8 +52,11 @@ ALGORITHM = AlgorithmConfig.model_validate(
         "reference_refresh_steps": 3,
         "critic_lr": 0.02,
         "gae_lambda": 0.9,
+        "behaviour_correction": "auto",
     }
 )
+DRIFTS = (0.07, 0.03, 0.007, 0.003, 0.02, 0.2)
+"""Mean |log w| of a step, by its version; nothing in the first one, which has no version before it."""
 OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad_norm=0.5)
 
 
@@ -146,12 +149,14 @@ class Controller:
             for n in range(2):
                 draw = torch.Generator().manual_seed(((epoch * 13 + sample) * 50 + state.version) * 2 + n)
                 rows.append(torch.randint(0, 320, (LENGTH,), generator=draw).tolist())
-        batch = make_batch(rows)
+        batch, drift = make_batch(rows), DRIFTS[state.version % len(DRIFTS)] if state.version else 0.0
+        gap = torch.full((len(rows), LENGTH), drift)
+        gap[::2, ::2] *= -1.0  # of every second answer about 0 in the mean
         fields = {f: getattr(batch, f) for f in batch.__dataclass_fields__}
         fields |= {
-            "rollout_logprobs": self._engine.logprobs(batch, adapter="a") * batch.loss_mask,
+            "rollout_logprobs": (self._engine.logprobs(batch, adapter="a") + gap.flatten()) * batch.loss_mask,
             "rewards": torch.rand(len(rows)),
-            "versions": torch.where(batch.loss_mask, state.version, -1),
+            "versions": torch.where(batch.loss_mask, max(state.version - 1, 0), -1),
             "group_ids": torch.arange(PROMPTS).repeat_interleave(2),
             "advantages": None,
         }
@@ -205,7 +210,7 @@ def live(session: Session) -> dict[str, Any]:
     engine.add_adapter(adapter.spec, entry.optimizer, seed=1)
     restored = resume(engine, [adapter], config, RunFolder(folder), Exchange(60.0))
     begun = restored.get("a", RestoredState(version=0, controller=ControllerState()))
-    state = TrainingState(adapter=adapter, version=begun.version)
+    state = TrainingState(adapter=adapter, version=begun.version, correction=begun.correction)
     controller: Any = Controller(folder, engine, begun, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(
@@ -229,7 +234,8 @@ def live(session: Session) -> dict[str, Any]:
     loop.train(trainer)
     trainer.close()
     forget_layout()
-    return {"begun": begun.version, "version": state.version, "random": bytes(torch.get_rng_state().numpy())}
+    random = bytes(torch.get_rng_state().numpy())
+    return {"begun": begun.version, "version": state.version, "random": random, "correction": state.correction}
 
 
 def _commit(controller: Controller, ref: AdapterRef) -> None:

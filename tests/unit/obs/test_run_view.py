@@ -17,6 +17,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.clocks import Clock
 from tests.support.obs.fake_run import make_run
+from tests.support.obs.records import step_record
 from tests.support.obs.three_adapters import REASON, TURNS, make_three, records, step, three_config
 
 
@@ -173,3 +174,16 @@ def test_one_adapter_has_no_table_and_no_name(tmp_path: Path) -> None:
         )
     console.tick()
     assert out.getvalue() == "[0:00] failed at v12: the disk is full\n"
+
+
+def test_another_behaviour_correction_is_one_line_with_the_mismatch_that_chose_it() -> None:
+    view = RunView({"toy": 10})
+    for i, (correction, mean) in enumerate([(1, 0.02), (1, 0.13), (2, 0.07), (2, 0.004), (0, 0.004)]):
+        found = view.add(
+            step_record(step=i, version=i, time_s=i + 1.0, correction=float(correction), behaviour_mean_abs=mean)
+        )
+        assert found == {
+            2: ["behaviour correction truncate -> geometric: mean |log w| was 0.13"],
+            4: ["behaviour correction geometric -> none: mean |log w| was 0.004"],
+        }.get(i, [])
+    assert view.add(step_record(step=5, version=5, time_s=6.0)) == [], "no longer chosen by step"

@@ -23,7 +23,8 @@ from areal_lora.obs.trace import Spans
 from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import Variants, annotate, learn, make_loss
-from areal_lora.types import TrainBatch
+from areal_lora.trainer.step_metrics import of_learning
+from areal_lora.types import Correction, TrainBatch
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
@@ -271,12 +272,32 @@ def test_loss_refuses_a_batch_without_advantages() -> None:
 
 def test_an_adaptive_kl_coefficient_is_state_of_the_training_and_weighs_loss_and_reward() -> None:
     state = TrainingState(adapter=make_adapter(kl_coef=0.2, kl_target=0.1))
-    state.advance(skipped=False, kl=5.0)
+    state.advance(skipped=False, kl=5.0, mismatch=None)
     assert state.kl_scale == pytest.approx(1.02)
     assert state.tuned.algorithm.terms.kl_coef == pytest.approx(0.2 * 1.02)
     assert state.adapter.algorithm.terms.kl_coef == 0.2
     state = TrainingState(adapter=make_adapter(kind="reinforce_pp", kl_coef=0.2, kl_target=0.1), kl_scale=2.0)
     assert (state.tuned.algorithm.shaping.kl_coef, state.tuned.algorithm.terms.kl_coef) == (0.4, 0.0)
+
+
+def test_the_correction_of_a_step_is_chosen_by_the_mismatch_of_the_one_before() -> None:
+    batch = make_batch()
+    behind = replace(batch, versions=torch.where(batch.loss_mask, 3, -1))
+    behind = replace(behind, rollout_logprobs=batch.rollout_logprobs - 0.2 * batch.loss_mask)
+    engine, state = (
+        RecordedEngine(batch.rollout_logprobs),
+        TrainingState(adapter=make_adapter(behaviour_correction="auto")),
+    )
+    found = []
+    for _ in range(3):
+        report = _learn(engine, state.tuned, behind)
+        found.append((report.correction, report.per_sampled_token("capped")))
+        mismatch = report.per_sampled_token("behaviour_abs")
+        assert mismatch == pytest.approx(0.2, rel=1e-5)
+        state.advance(skipped=False, kl=None, mismatch=mismatch)
+    assert found == [(Correction.TRUNCATE, 0.0), (Correction.GEOMETRIC, 1.0), (Correction.GEOMETRIC, 1.0)]
+    assert _learn(engine, make_adapter(), batch).correction is None
+    assert of_learning(report)["train/correction"] == 2
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
