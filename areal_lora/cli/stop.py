@@ -1,4 +1,4 @@
-"""``areal-lora stop RUN``: stop a run, so that ``areal-lora resume RUN`` can continue it."""
+"""Stop a run, so that ``areal-lora resume RUN`` can continue it; restart its servers while it continues."""
 
 import contextlib
 import os
@@ -7,18 +7,24 @@ import time
 from collections.abc import Callable
 from shlex import quote
 from typing import Annotated
+from uuid import uuid4
 
+import msgspec
 import psutil
 import typer
+from rich.console import Console
 
 from areal_lora.cli.find_run import Run, find_run, local_processes
-from areal_lora.config.recorded import read_config_here
-from areal_lora.errors import ConfigError, ProcessFailed
+from areal_lora.config.recorded import read_config, read_config_here
+from areal_lora.errors import ConfigError, ExitCode, ProcessFailed
+from areal_lora.launcher import spares
+from areal_lora.launcher.rolling import RestartProgress, RestartRequest, read_record
 from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.obs.console import print_line
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S, REMIND_S = 0.1, 2.0
 SLACK_S = 30.0
@@ -127,3 +133,55 @@ def stop_job(folder: RunFolder, now: bool) -> None:
             print(f"waiting: {shown}", flush=True)
         time.sleep(0.5)
     print_stopped(folder, f"Stopped: {text.what}")
+
+
+def restart_servers(
+    run: Run,
+    at_once: Annotated[int, typer.Option(min=0, help="servers away together; 0: one, of more than 8 an eighth")] = 0,
+) -> None:
+    """Restart all rollout servers in turn: each leaves in order, starts and joins; the others serve meanwhile.
+
+    Ctrl-C ends the command, not the restart.
+    """
+    raise typer.Exit(follow_restart(find_run(run), at_once, Console(highlight=False)))
+
+
+def follow_restart(run_folder: RunFolder, at_once: int, console: Console) -> int:
+    """Have the servers of the run restart in turn; print what is waited for until they have. Returns an ``ExitCode``.
+
+    A restart in progress is followed. Raises ConfigError where no run is in progress.
+    """
+    config, shown, told = read_config(run_folder), "", set[str]()
+    state = spares.run_state(config, run_folder)
+    if state.going is not spares.Going.GOING:
+        raise ConfigError(str(run_folder), "no run is in progress there", "start the run first")
+    folder = RunFolder(run_folder.path, state.session)
+    progress = read_record(folder.restart_progress, RestartProgress)
+    if progress is not None and not progress.ended:
+        print_line(console, "a restart is in progress")
+        expected = progress.id
+    elif (request := read_record(folder.restart_request, RestartRequest)) is not None:
+        expected = request.id
+    else:
+        expected = uuid4().hex
+        request = RestartRequest(id=expected, at_once=at_once)
+        write_file(folder.restart_request, msgspec.json.encode(request))
+    every_s = spares.LOOK_S[config.cluster.kind]
+    next_look = time.monotonic() + every_s
+    while True:
+        progress = read_record(folder.restart_progress, RestartProgress)
+        progress = progress if progress is not None and progress.id == expected else None
+        for name, why in progress.failed.items() if progress is not None else ():
+            if name not in told:
+                print_line(console, f"error: {name} does not come back: {why}; see {folder.log(name)}")
+                told.add(name)
+        if (line := "waiting for the launcher" if progress is None else str(progress)) != shown:
+            print_line(console, shown := line)
+        if progress is not None and progress.ended:
+            return ExitCode.COMPONENT_FAILED if progress.failed else ExitCode.DONE
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + every_s
+            if spares.run_state(config, run_folder) != state:
+                print_line(console, "the run has ended, or started again with all its servers")
+                return ExitCode.DONE
+        time.sleep(POLL_S)

@@ -186,6 +186,9 @@ class RunFolder:
     """Folder of the published ports (``run_folder.rendezvous``)."""
     page = FolderEntry("page.address", of_session=True)
     """Address of the run's page with its token, mode 0600 (`run.page`)."""
+    restart_request = FolderEntry("restart-servers.json", of_session=True)
+    """A restart of all servers in turn that was requested (`launcher.rolling`)."""
+    restart_progress = FolderEntry("restarting.json", of_session=True)
     heartbeats = FolderEntry("heartbeats", of_session=True)
     statuses = FolderEntry("status", of_session=True)
     logs = FolderEntry("logs")
@@ -197,6 +200,10 @@ class RunFolder:
     def excluded(self, process: str) -> Path:
         """Exists once the launcher does without ``process`` for the rest of this start."""
         return self.endpoints / f"{process}.excluded"
+
+    def leave(self, process: str) -> Path:
+        """Has the process id of a server that is to leave in order, until it has."""
+        return self.endpoints / f"{process}.leave"
 
     def heartbeat(self, process: str) -> Path:
         return self.heartbeats / process

@@ -217,5 +217,5 @@ def forget_sessions(run_folder: RunFolder) -> None:
     here = RunFolder(run_folder.path, "")
     for path in (here.endpoints, here.statuses, here.heartbeats, here.sessions):
         shutil.rmtree(path, ignore_errors=True)
-    for file in (here.secret, here.session_name, here.page):
+    for file in (here.secret, here.session_name, here.page, here.restart_request, here.restart_progress):
         file.unlink(missing_ok=True)
