@@ -151,7 +151,7 @@ def follow_restart(run_folder: RunFolder, at_once: int, console: Console) -> int
 
     A restart in progress is followed. Raises ConfigError where no run is in progress.
     """
-    config, shown, told = read_config(run_folder), "", set[str]()
+    config, shown, named = read_config(run_folder), "", set[str]()
     state = spares.run_state(config, run_folder)
     if state.going is not spares.Going.GOING:
         raise ConfigError(str(run_folder), "no run is in progress there", "start the run first")
@@ -172,9 +172,9 @@ def follow_restart(run_folder: RunFolder, at_once: int, console: Console) -> int
         progress = read_record(folder.restart_progress, RestartProgress)
         progress = progress if progress is not None and progress.id == expected else None
         for name, why in progress.failed.items() if progress is not None else ():
-            if name not in told:
-                print_line(console, f"error: {name} does not come back: {why}; see {folder.log(name)}")
-                told.add(name)
+            if name not in named:
+                print_line(console, f"error: {name} does not return: {why}; see {folder.log(name)}")
+                named.add(name)
         if (line := "waiting for the launcher" if progress is None else str(progress)) != shown:
             print_line(console, shown := line)
         if progress is not None and progress.ended:

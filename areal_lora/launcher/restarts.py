@@ -90,7 +90,7 @@ def with_error(ended: ProcessExit) -> ProcessExit:
 
 def left_in_turn(run_folder: RunFolder, ended: ProcessExit) -> ProcessExit:
     """``ended``, marked if it was to leave and did so; it is to leave no more."""
-    leave = run_folder.leave(ended.spec.name)
+    leave = run_folder.leaves / ended.spec.name
     planned = ended.code == ExitCode.DONE and not ended.lost and leave.exists()
     leave.unlink(missing_ok=True)
     return replace(ended, planned=planned)

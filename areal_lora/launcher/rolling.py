@@ -69,7 +69,7 @@ def away_at_once(servers: int, asked: int, min_servers: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersSeen:
-    """Facts by name of a server: identity of its published file, how often it joined, who loads, who was given up."""
+    """Facts by name of a server: identity of its published file, how often it joined, who loads, who was abandoned."""
 
     published: Mapping[str, tuple[int, int]]
     joins: Mapping[str, int]
@@ -159,7 +159,7 @@ class RollingRestart:
             return
         for name in self._turns.step(self._seen(), now):
             if (endpoint := read_endpoint(self._folder, SERVER, _index(name))) is not None:
-                write_file(self._folder.leave(name), f"{endpoint.pid}\n")
+                write_file(self._folder.leaves / name, f"{endpoint.pid}\n")
         before, after = self._progress, self._turns.progress(self._id)
         if after == before:
             return
@@ -168,7 +168,7 @@ class RollingRestart:
         self._folder.restart_request.unlink(missing_ok=True)
         known = before.failed if before is not None and before.id == after.id else {}
         for name in after.failed.keys() - known.keys():
-            self._view.note(f"error: {name} does not come back: {after.failed[name]}; the others continue")
+            self._view.note(f"error: {name} does not return: {after.failed[name]}; the others continue")
         if after.ended:
             self._view.note(str(after))
             self._turns = None

@@ -197,17 +197,17 @@ class _Session:
         ended = left_in_turn(self._run, ended)
         if ended.code == ExitCode.DONE and not ended.planned:
             print_line(self._console, f"{name} has left")
-            self._give_up(name)
+            self._do_without(name)
             return 0
         verdict = self._restarts.take(ended, now, worked_s)
         if verdict.wait_s is not None:
             print_line(self._console, str(verdict))
             return 0
         print_line(self._console, f"{name} {ended.how()} and is not restarted; see {ended.log}")
-        self._give_up(name)
+        self._do_without(name)
         return ended.code if ended.code > 0 else ExitCode.COMPONENT_FAILED
 
-    def _give_up(self, name: str) -> None:
+    def _do_without(self, name: str) -> None:
         """Do without a server, and let the run know unless its session is over."""
         self._left -= 1
         with contextlib.suppress(FileNotFoundError):

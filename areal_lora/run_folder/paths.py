@@ -189,6 +189,8 @@ class RunFolder:
     restart_request = FolderEntry("restart-servers.json", of_session=True)
     """A restart of all servers in turn that was requested (`launcher.rolling`)."""
     restart_progress = FolderEntry("restarting.json", of_session=True)
+    leaves = FolderEntry("leaves", of_session=True)
+    """Folder with the process ids of servers that are to leave in order, by server."""
     heartbeats = FolderEntry("heartbeats", of_session=True)
     statuses = FolderEntry("status", of_session=True)
     logs = FolderEntry("logs")
@@ -200,10 +202,6 @@ class RunFolder:
     def excluded(self, process: str) -> Path:
         """Exists once the launcher does without ``process`` for the rest of this start."""
         return self.endpoints / f"{process}.excluded"
-
-    def leave(self, process: str) -> Path:
-        """Has the process id of a server that is to leave in order, until it has."""
-        return self.endpoints / f"{process}.leave"
 
     def heartbeat(self, process: str) -> Path:
         return self.heartbeats / process

@@ -46,9 +46,9 @@ def test_a_server_that_was_to_leave_and_did_left_in_its_turn(
     tmp_path: Path, code: int, asked: bool, lost: bool, planned: bool
 ) -> None:
     folder = RunFolder(tmp_path)
-    folder.endpoints.mkdir()
+    folder.leaves.mkdir()
     if asked:
-        folder.leave(SPEC.name).write_text("7\n")
+        (folder.leaves / SPEC.name).write_text("7\n")
     ended = left_in_turn(folder, ProcessExit(spec=SPEC, code=code, log=tmp_path / "log", lost=lost))
     assert ended.planned is planned
-    assert not folder.leave(SPEC.name).exists(), "the next process is not to leave"
+    assert not (folder.leaves / SPEC.name).exists(), "the next process is not to leave"

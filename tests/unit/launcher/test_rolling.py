@@ -92,7 +92,7 @@ def test_several_are_away_at_once_and_the_first_that_is_back_makes_room() -> Non
     assert str(turns.progress("x")) == "1 of 4 servers restarted; server-0: starts; server-2: leaves in order"
 
 
-def test_one_that_does_not_come_back_is_named_and_the_others_continue() -> None:
+def test_one_that_does_not_return_is_named_and_the_others_continue() -> None:
     turns, seen = Turns(NAMES, 1), all_there()
     turns.step(seen, 0.0)
     seen = without(seen, NAMES[0])
@@ -121,6 +121,7 @@ def launched(tmp_path: Path) -> Launched:
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     config = load_config(files, [f"run.root={tmp_path}", "rollout.servers=2"])
     folder, text = RunFolder(tmp_path / "run", ""), io.StringIO()
+    folder.leaves.mkdir(parents=True)
     for i in range(2):
         publish_endpoint(folder, SERVER, i, {})
     publish_endpoint(folder, SERVER, 2, {}, workers=1)  # elsewhere
@@ -129,13 +130,13 @@ def launched(tmp_path: Path) -> Launched:
 
 
 def asks(folder: RunFolder, name: str) -> bool:
-    return folder.leave(name).exists()
+    return (folder.leaves / name).exists()
 
 
 def comes_back(folder: RunFolder, view: LiveConsole, index: int) -> None:
     """As its launcher and its server do it."""
     forget_endpoint(folder, SERVER, index)
-    folder.leave(f"server-{index}").unlink()
+    (folder.leaves / f"server-{index}").unlink()
     publish_endpoint(folder, SERVER, index, {"data": 7})
     view.view.add(MembersRecord(version=1, servers=2, joined=[f"server-{index}"]))
 
@@ -148,7 +149,7 @@ def test_a_request_is_carried_out_and_recorded(launched: Launched) -> None:
     rolling.look(1.0)
     endpoint = read_endpoint(folder, SERVER, 0)
     assert endpoint is not None
-    assert folder.leave("server-0").read_text() == f"{endpoint.pid}\n"
+    assert (folder.leaves / "server-0").read_text() == f"{endpoint.pid}\n"
     assert not asks(folder, "server-1")
     assert not folder.restart_request.exists()
     comes_back(folder, view, 0)
@@ -163,7 +164,7 @@ def test_a_request_is_carried_out_and_recorded(launched: Launched) -> None:
     assert (progress.done, list(progress.failed)) == (["server-0"], ["server-1"])
     printed = text.getvalue()
     assert "2 servers restart in turn, 1 at once" in printed
-    assert "error: server-1 does not come back: it left, and its launcher does not restart it" in printed
+    assert "error: server-1 does not return: it left, and its launcher does not restart it" in printed
     assert not asks(folder, "server-2")
 
 

@@ -1,7 +1,7 @@
 """End of a server: at once, or in order.
 
 A server that leaves in order does not let its run notice it as a failure. SIGTERM with ``--grace-s`` requests it, or
-its process id in ``RunFolder.leave``::
+its process id in ``RunFolder.leaves``::
 
     door closed         new requests are handed back: a 503 that names the reason, for another server
     pings tell it       the trainer releases the server before its next publish; until then it takes part in publishes
@@ -131,7 +131,7 @@ async def leave_in_order(
 def _is_to_leave(run_folder: RunFolder, index: int) -> bool:
     """Whether the request is for this process: its launcher may have removed it for the next one meanwhile."""
     with contextlib.suppress(OSError):
-        return run_folder.leave(f"server-{index}").read_text(encoding="ascii").strip() == str(os.getpid())
+        return (run_folder.leaves / f"server-{index}").read_text(encoding="ascii").strip() == str(os.getpid())
     return False
 
 

@@ -116,13 +116,14 @@ def test_a_server_leaves_when_the_run_folder_has_its_process_id(tmp_path: Path) 
 
     async def leave_now() -> None:
         publish_endpoint(folder, "server", 3, {})
-        folder.leave("server-3").write_text(f"{os.getpid() + 1}\n")  # of an earlier process
+        folder.leaves.mkdir()
+        (folder.leaves / "server-3").write_text(f"{os.getpid() + 1}\n")  # of an earlier process
         left = asyncio.create_task(
             leave_in_order(stop, Door(APP), busy=lambda: False, publish_s=5.0, run_folder=folder, index=3)
         )
         await asyncio.sleep(1.5)
         assert not stop.leaving.is_set()
-        folder.leave("server-3").write_text(f"{os.getpid()}\n")
+        (folder.leaves / "server-3").write_text(f"{os.getpid()}\n")
         await stop.leaving.wait()
         stop.dismissed.set()
         await left
