@@ -12,7 +12,6 @@ from uuid import uuid4
 import msgspec
 import psutil
 import typer
-from rich.console import Console
 
 from areal_lora.cli.find_run import Run, find_run, local_processes
 from areal_lora.config.recorded import read_config, read_config_here
@@ -23,7 +22,6 @@ from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
-from areal_lora.obs.console import print_line
 from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S, REMIND_S = 0.1, 2.0
@@ -141,24 +139,17 @@ def restart_servers(
 ) -> None:
     """Restart all rollout servers in turn: each leaves in order, starts and joins; the others serve meanwhile.
 
-    Ctrl-C ends the command, not the restart.
+    Ctrl-C ends the command, not the restart; the command again follows it. Exit code 70 if one does not return.
     """
-    raise typer.Exit(follow_restart(find_run(run), at_once, Console(highlight=False)))
-
-
-def follow_restart(run_folder: RunFolder, at_once: int, console: Console) -> int:
-    """Have the servers of the run restart in turn; print what is waited for until they have. Returns an ``ExitCode``.
-
-    A restart in progress is followed. Raises ConfigError where no run is in progress.
-    """
-    config, shown, named = read_config(run_folder), "", set[str]()
+    run_folder, shown = find_run(run), ""
+    config = read_config(run_folder)
     state = spares.run_state(config, run_folder)
     if state.going is not spares.Going.GOING:
         raise ConfigError(str(run_folder), "no run is in progress there", "start the run first")
     folder = RunFolder(run_folder.path, state.session)
     progress = read_record(folder.restart_progress, RestartProgress)
     if progress is not None and not progress.ended:
-        print_line(console, "a restart is in progress")
+        print("a restart is in progress")
         expected = progress.id
     elif (request := read_record(folder.restart_request, RestartRequest)) is not None:
         expected = request.id
@@ -171,17 +162,13 @@ def follow_restart(run_folder: RunFolder, at_once: int, console: Console) -> int
     while True:
         progress = read_record(folder.restart_progress, RestartProgress)
         progress = progress if progress is not None and progress.id == expected else None
-        for name, why in progress.failed.items() if progress is not None else ():
-            if name not in named:
-                print_line(console, f"error: {name} does not return: {why}; see {folder.log(name)}")
-                named.add(name)
         if (line := "waiting for the launcher" if progress is None else str(progress)) != shown:
-            print_line(console, shown := line)
+            print(shown := line, flush=True)
         if progress is not None and progress.ended:
-            return ExitCode.COMPONENT_FAILED if progress.failed else ExitCode.DONE
+            raise typer.Exit(ExitCode.COMPONENT_FAILED if progress.failed else ExitCode.DONE)
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + every_s
             if spares.run_state(config, run_folder) != state:
-                print_line(console, "the run has ended, or started again with all its servers")
-                return ExitCode.DONE
+                print("the run has ended, or started again with all its servers")
+                return
         time.sleep(POLL_S)

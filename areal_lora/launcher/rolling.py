@@ -54,22 +54,23 @@ class RestartProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __str__(self) -> str:
         total = sum(map(len, (self.waiting, self.now, self.done, self.failed)))
         parts = [f"{len(self.done)} of {total} servers restarted"]
+        parts += [f"error: {name} does not return: {why}" for name, why in self.failed.items()]
         parts += [f"{name}: {what}" for name, what in islice(self.now.items(), SHOWN)]
         return "; ".join(parts) + (f"; {len(self.now) - SHOWN} more" if len(self.now) > SHOWN else "")
 
 
-def away_at_once(servers: int, asked: int, min_servers: int) -> int:
-    """Servers that may be away together: ``asked``, or by default one of up to 8 and an eighth of more.
+def away_at_once(servers: int, requested: int, min_servers: int) -> int:
+    """Servers that may be away together: ``requested``, or by default one of up to 8 and an eighth of more.
 
     ``min_servers`` remain where there are more.
     """
-    wanted = asked or (1 if servers <= ONE_BY_ONE else servers // PART)
+    wanted = requested or (1 if servers <= ONE_BY_ONE else servers // PART)
     return min(wanted, max(1, servers - min_servers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersSeen:
-    """Facts by name of a server: identity of its published file, how often it joined, who loads, who was abandoned."""
+    """Facts by name of a server: identity of its published file, how often it joined; which load, were abandoned."""
 
     published: Mapping[str, tuple[int, int]]
     joins: Mapping[str, int]
@@ -95,7 +96,7 @@ class Turns:
         self._failed: dict[str, str] = {}
 
     def step(self, seen: ServersSeen, now: float) -> list[str]:
-        """Settle the turns that are over; returns the servers that are to leave now."""
+        """Settle the turns that are over; returns the servers that are to leave and have not left."""
         for name, turn in list(self._now.items()):
             published = seen.published.get(name)
             if published is not None or name in seen.loading:
@@ -117,7 +118,7 @@ class Turns:
         for name in due:
             was = seen.published.get(name)
             self._now[name] = _Turn(was, seen.joins.get(name, 0), now, "leaves in order" if was else "starts")
-        return [name for name in due if name in seen.published]  # another one restarts already
+        return [name for name, turn in self._now.items() if turn.was and seen.published.get(name) == turn.was]
 
     def progress(self, request: str) -> RestartProgress:
         now = {name: turn.what for name, turn in self._now.items()}
@@ -158,17 +159,14 @@ class RollingRestart:
         if self._turns is None:
             return
         for name in self._turns.step(self._seen(), now):
-            if (endpoint := read_endpoint(self._folder, SERVER, _index(name))) is not None:
-                write_file(self._folder.leaves / name, f"{endpoint.pid}\n")
-        before, after = self._progress, self._turns.progress(self._id)
-        if after == before:
+            endpoint = read_endpoint(self._folder, SERVER, int(name.rpartition("-")[2]))
+            if endpoint is not None and not (leave := self._folder.leaves / name).exists():
+                write_file(leave, f"{endpoint.pid}\n")
+        if (after := self._turns.progress(self._id)) == self._progress:
             return
         self._progress = after
         write_file(self._folder.restart_progress, msgspec.json.encode(after))
         self._folder.restart_request.unlink(missing_ok=True)
-        known = before.failed if before is not None and before.id == after.id else {}
-        for name in after.failed.keys() - known.keys():
-            self._view.note(f"error: {name} does not return: {after.failed[name]}; the others continue")
         if after.ended:
             self._view.note(str(after))
             self._turns = None
@@ -179,10 +177,6 @@ class RollingRestart:
         abandoned = [name for name in away if self._folder.excluded(name).exists()]
         joins = {name: self._view.view.joins[name] + self._view.view.resumes for name in published}
         return ServersSeen(published=published, joins=joins, loading=self._loading.names(), abandoned=abandoned)
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:

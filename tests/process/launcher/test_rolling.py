@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+import typer
 
-from areal_lora.cli.stop import follow_restart
+from areal_lora.cli.stop import restart_servers
 from areal_lora.errors import ExitCode
 from areal_lora.run_folder.events import RestartEvent, read_events
 from areal_lora.run_folder.rendezvous import read_endpoint
@@ -21,17 +21,19 @@ def pids(run: ElasticRun) -> list[int]:
     return [endpoint.pid for endpoint in found if endpoint is not None]
 
 
-def test_servers_of_the_run_and_one_that_was_added_restart_in_turn(tmp_path: Path) -> None:
+def test_servers_of_the_run_and_one_that_was_added_restart_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with elastic_run(tmp_path, "rollout.servers=2", vllm=False) as run:
         run.wait(lambda: len(run.metrics.steps) > 0 if run.run_folder.metrics.exists() else False, "the first step")
         run.add(1)
         run.wait(lambda: run.members_changed({"server-2"}, "joined"), "joining of the added server")
         before, members = pids(run), len(run.metrics.members)
-        printed = tmp_path / "restarted"
-        with printed.open("w") as file:
-            code = follow_restart(run.run_folder, 0, Console(file=file, width=200))
-        assert code == ExitCode.DONE, run.said()
-        lines = printed.read_text().splitlines()
+        capsys.readouterr()
+        with pytest.raises(typer.Exit) as ended:
+            restart_servers(str(run.folder), 0)
+        assert ended.value.exit_code == ExitCode.DONE, run.said()
+        lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == "3 of 3 servers restarted", lines
         after = pids(run)
         assert len(before) == len(after) == 3
