@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from shlex import quote
 from typing import Annotated
-from uuid import uuid4
 
 import msgspec
 import psutil
@@ -154,7 +153,7 @@ def restart_servers(
     elif (request := read_record(folder.restart_request, RestartRequest)) is not None:
         expected = request.id
     else:
-        expected = uuid4().hex
+        expected = str(time.time_ns())
         request = RestartRequest(id=expected, at_once=at_once)
         write_file(folder.restart_request, msgspec.json.encode(request))
     every_s = spares.LOOK_S[config.cluster.kind]

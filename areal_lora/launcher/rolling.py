@@ -7,10 +7,8 @@ The files are of the session: where the run itself starts again, all its servers
 by the launcher that added it.
 """
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +53,7 @@ class RestartProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         total = sum(map(len, (self.waiting, self.now, self.done, self.failed)))
         parts = [f"{len(self.done)} of {total} servers restarted"]
         parts += [f"error: {name} does not return: {why}" for name, why in self.failed.items()]
-        parts += [f"{name}: {what}" for name, what in islice(self.now.items(), SHOWN)]
+        parts += [f"{name}: {what}" for name, what in list(self.now.items())[:SHOWN]]
         return "; ".join(parts) + (f"; {len(self.now) - SHOWN} more" if len(self.now) > SHOWN else "")
 
 
@@ -181,9 +179,9 @@ class RollingRestart:
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
     """What is in ``path``; None without the file. Raises ConfigError for a file of other content."""
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=kind)
-        except msgspec.DecodeError as error:
-            raise ConfigError(str(path), str(error), "remove it") from None
-    return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ConfigError(str(path), str(error), "remove it") from None
