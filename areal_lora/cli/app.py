@@ -30,6 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("train.plan", "What a start would do; starts nothing."),
     "add-servers": ("train.add_servers", "Add rollout servers to a run in progress."),
     "remove-servers": ("train.remove_servers", "Have added servers leave in order."),
+    "restart-servers": ("stop.restart_servers", "Restart rollout servers in turn; the run continues."),
     "eval": ("evaluate.evaluate", "Evaluate a version of a run on its sets."),
     "chat": ("serve.chat", "Talk to a version of a run in the terminal."),
     "serve": ("serve.serve", "Serve a version behind an OpenAI endpoint on this machine."),

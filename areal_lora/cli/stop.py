@@ -1,4 +1,4 @@
-"""``areal-lora stop RUN``: stop a run, so that ``areal-lora resume RUN`` can continue it."""
+"""Stop a run, so that ``areal-lora resume RUN`` can continue it; restart its servers while it continues."""
 
 import contextlib
 import os
@@ -8,17 +8,20 @@ from collections.abc import Callable
 from shlex import quote
 from typing import Annotated
 
+import msgspec
 import psutil
 import typer
 
 from areal_lora.cli.find_run import Run, find_run, local_processes
-from areal_lora.config.recorded import read_config_here
-from areal_lora.errors import ConfigError, ProcessFailed
+from areal_lora.config.recorded import read_config, read_config_here
+from areal_lora.errors import ConfigError, ExitCode, ProcessFailed
+from areal_lora.launcher import spares
+from areal_lora.launcher.rolling import RestartProgress, RestartRequest, read_record
 from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S, REMIND_S = 0.1, 2.0
 SLACK_S = 30.0
@@ -127,3 +130,44 @@ def stop_job(folder: RunFolder, now: bool) -> None:
             print(f"waiting: {shown}", flush=True)
         time.sleep(0.5)
     print_stopped(folder, f"Stopped: {text.what}")
+
+
+def restart_servers(
+    run: Run,
+    at_once: Annotated[int, typer.Option(min=0, help="servers away together; 0: one, of more than 8 an eighth")] = 0,
+) -> None:
+    """Restart all rollout servers in turn: each leaves in order, starts and joins; the others serve meanwhile.
+
+    Ctrl-C ends the command, not the restart; the command again follows it. Exit code 70 if one does not return.
+    """
+    run_folder, shown = find_run(run), ""
+    config = read_config(run_folder)
+    state = spares.run_state(config, run_folder)
+    if state.going is not spares.Going.GOING:
+        raise ConfigError(str(run_folder), "no run is in progress there", "start the run first")
+    folder = RunFolder(run_folder.path, state.session)
+    progress = read_record(folder.restart_progress, RestartProgress)
+    if progress is not None and not progress.ended:
+        print("a restart is in progress")
+        expected = progress.id
+    elif (request := read_record(folder.restart_request, RestartRequest)) is not None:
+        expected = request.id
+    else:
+        expected = str(time.time_ns())
+        request = RestartRequest(id=expected, at_once=at_once)
+        write_file(folder.restart_request, msgspec.json.encode(request))
+    every_s = spares.LOOK_S[config.cluster.kind]
+    next_look = time.monotonic() + every_s
+    while True:
+        progress = read_record(folder.restart_progress, RestartProgress)
+        progress = progress if progress is not None and progress.id == expected else None
+        if (line := "waiting for the launcher" if progress is None else str(progress)) != shown:
+            print(shown := line, flush=True)
+        if progress is not None and progress.ended:
+            raise typer.Exit(ExitCode.COMPONENT_FAILED if progress.failed else ExitCode.DONE)
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + every_s
+            if spares.run_state(config, run_folder) != state:
+                print("the run has ended, or started again with all its servers")
+                return
+        time.sleep(POLL_S)

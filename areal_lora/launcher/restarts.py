@@ -38,7 +38,8 @@ class ProcessExit:
     """A process that is over. ``code`` is negative for a signal. ``error`` is the last one in its log.
 
     ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0 and
-    ``node`` its host. ``lost``: with that node. ``never_started``: it could not be started on it.
+    ``node`` its host. ``lost``: with that node. ``never_started``: it could not be started on it. ``planned``: a server
+    that left in its turn to restart.
     """
 
     spec: ProcessSpec
@@ -49,6 +50,7 @@ class ProcessExit:
     node: str = ""
     lost: bool = False
     never_started: bool = False
+    planned: bool = False
     error: str = ""
 
     @property
@@ -61,6 +63,8 @@ class ProcessExit:
             return f"was lost with node {self.node}"
         if self.never_started:
             return f"could not be started on {self.node}"
+        if self.planned:
+            return "left to restart"
         if self.why:
             return self.why
         if self.code < 0:
@@ -82,6 +86,14 @@ def with_error(ended: ProcessExit) -> ProcessExit:
         elif (error := _RECORD.match(line) or _RAISED.match(line)) is not None:
             found = error[1]
     return replace(ended, error=found[:ERROR_CHARACTERS])
+
+
+def left_in_turn(run_folder: RunFolder, ended: ProcessExit) -> ProcessExit:
+    """``ended``, marked if it was to leave and did so; it is to leave no more."""
+    leave = run_folder.leaves / ended.spec.name
+    planned = ended.code == ExitCode.DONE and not ended.lost and leave.exists()
+    leave.unlink(missing_ok=True)
+    return replace(ended, planned=planned)
 
 
 def note_restart(log: Path, process: str) -> None:
@@ -204,6 +216,9 @@ class Restarts:
             unit.due = now + LAUNCH_AGAIN_S
             return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
         unit.launches = 0
+        if ended.planned:
+            unit.due = now
+            return RestartVerdict(ended=ended, ends_run=False, wait_s=0.0)
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:

@@ -11,6 +11,7 @@ The run folder keeps ``spares/server-<index>``, which claims an index: no later 
 session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job, or a process, that runs spare servers.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.plan import SERVER, spare_server
-from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts
+from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, left_in_turn
 from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_script
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
@@ -192,17 +193,24 @@ class _Session:
         worked_s = self._pulse.worked_s(name)
         self._pulse.forget(name)
         forget_beats(self._run, SERVER, ended.spec.index)
-        if ended.code == ExitCode.DONE:
+        ended = left_in_turn(self._run, ended)
+        if ended.code == ExitCode.DONE and not ended.planned:
             print_line(self._console, f"{name} has left")
-            self._left -= 1
+            self._do_without(name)
             return 0
         verdict = self._restarts.take(ended, now, worked_s)
         if verdict.wait_s is not None:
             print_line(self._console, str(verdict))
             return 0
         print_line(self._console, f"{name} {ended.how()} and is not restarted; see {ended.log}")
-        self._left -= 1
+        self._do_without(name)
         return ended.code if ended.code > 0 else ExitCode.COMPONENT_FAILED
+
+    def _do_without(self, name: str) -> None:
+        """Do without a server, and let the run know unless its session is over."""
+        self._left -= 1
+        with contextlib.suppress(FileNotFoundError):
+            self._run.excluded(name).touch()
 
 
 def own_devices(config: Config, n: int) -> list[tuple[str, ...]]:

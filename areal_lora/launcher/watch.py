@@ -16,6 +16,7 @@ from areal_lora.errors import ExitCode
 from areal_lora.launcher import plan as roles
 from areal_lora.launcher import restarts
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
+from areal_lora.launcher.rolling import RollingRestart
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
@@ -74,6 +75,7 @@ class Watch:
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
         self._halving = Halving(plan.run_folder, view)
+        self._rolling = RollingRestart(config, plan.run_folder, view)
         self._page, self._in_job = "", config.cluster.kind == "slurm"
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
@@ -102,6 +104,7 @@ class Watch:
             if now >= self._next_tick:
                 self._view.tick()
                 self._halving.look()
+                self._rolling.look(now)
                 self._show_page()
                 self._next_tick = now + TICK_S
             time.sleep(self._poll_s)
@@ -156,7 +159,8 @@ class Watch:
 
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{roles.TRAINER}-0" if ended.spec.role == roles.TRAINER else ended.spec.name
-        verdict = self._restarts.take(restarts.with_error(ended), now, self._pulse.worked_s(beating))
+        ended = restarts.left_in_turn(self._folder, restarts.with_error(ended))
+        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.

@@ -146,6 +146,9 @@ class RunView:
         self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
         self.excluded: dict[str, str] = {}
         """Reasons by the name of the server that has no newest version."""
+        self.joins = Counter[str]()
+        """Times that each server has joined a run in progress; at one of the ``resumes`` all join."""
+        self.resumes = 0
 
     @property
     def only(self) -> AdapterView | None:
@@ -179,6 +182,7 @@ class RunView:
                 found = [None if flat else publish_problem(record), *self._lost(record)]
             case records.MembersRecord():
                 found = [*self._lost(record)]
+                self.joins.update(record.joined)
                 self.excluded = {name: why for name, why in self.excluded.items() if name not in record.joined}
             case records.CheckpointRecord(failed=True, version=version):
                 found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
@@ -187,6 +191,7 @@ class RunView:
             case records.ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)
                 self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)
+                self.resumes += 1
                 self.publishes.clear()  # those were to other processes
                 self.excluded.clear()
                 self.problems.clear()

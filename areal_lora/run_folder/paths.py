@@ -186,6 +186,11 @@ class RunFolder:
     """Folder of the published ports (``run_folder.rendezvous``)."""
     page = FolderEntry("page.address", of_session=True)
     """Address of the run's page with its token, mode 0600 (`run.page`)."""
+    restart_request = FolderEntry("restart-servers.json", of_session=True)
+    """A restart of all servers in turn that was requested (`launcher.rolling`)."""
+    restart_progress = FolderEntry("restarting.json", of_session=True)
+    leaves = FolderEntry("leaves", of_session=True)
+    """Folder with the process ids of servers that are to leave in order, by server."""
     heartbeats = FolderEntry("heartbeats", of_session=True)
     statuses = FolderEntry("status", of_session=True)
     logs = FolderEntry("logs")

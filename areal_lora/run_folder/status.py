@@ -205,7 +205,7 @@ def forget_beats(run_folder: RunFolder, role: str, index: int) -> None:
 def begin_session(run_folder: RunFolder) -> None:
     """Make the folders of the session of ``run_folder``, and remove those of all others with endpoints and secret."""
     forget_sessions(run_folder)
-    for path in (run_folder.endpoints, run_folder.statuses, run_folder.heartbeats):
+    for path in (run_folder.endpoints, run_folder.statuses, run_folder.heartbeats, run_folder.leaves):
         path.mkdir(parents=True)
     create_secret(run_folder)
     if run_folder.session:
@@ -215,7 +215,7 @@ def begin_session(run_folder: RunFolder) -> None:
 def forget_sessions(run_folder: RunFolder) -> None:
     """Remove what describes the processes of any session, of a job or of a run on this machine."""
     here = RunFolder(run_folder.path, "")
-    for path in (here.endpoints, here.statuses, here.heartbeats, here.sessions):
+    for path in (here.endpoints, here.statuses, here.heartbeats, here.leaves, here.sessions):
         shutil.rmtree(path, ignore_errors=True)
-    for file in (here.secret, here.session_name, here.page):
+    for file in (here.secret, here.session_name, here.page, here.restart_request, here.restart_progress):
         file.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,12 @@ def test_a_tracker_that_worked_for_long_has_its_whole_budget() -> None:
         now += 1.0 + HEALTHY_S
     lost = ProcessExit(spec=spec(TRACKER), code=1, log=Path("log"), lost=True)
     assert made.take(lost, now, worked_s=None).abandoned
+
+
+def test_one_that_left_in_its_turn_restarts_at_once_and_keeps_its_budget() -> None:
+    made = restarts(times=1)
+    for now in range(5):
+        verdict = made.take(replace(ended(code=0), planned=True), float(now), worked_s=5.0)
+        assert str(verdict) == "server-0 left to restart; it is restarted in 0 s"
+        assert names(made.due(float(now))) == [["server-0"]]
+    assert made.take(ended(), 9.0, worked_s=5.0).wait_s is not None

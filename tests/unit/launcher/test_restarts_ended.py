@@ -1,4 +1,4 @@
-"""Which line of a log says why its process ended."""
+"""Which line of a log says why its process ended, and whether it was to end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.restarts import ProcessExit, with_error
+from areal_lora.launcher.restarts import ProcessExit, left_in_turn, with_error
+from areal_lora.run_folder.paths import RunFolder
 
 SPEC = ProcessSpec(role="trainer", index=0, argv=("x",), env={})
 EARLIER = "12:00:00.000 trainer-0 ERROR trainer.audit: the audit of a batch\n    ValueError: no such row\n"
@@ -35,3 +36,19 @@ def test_the_last_error_since_the_start_is_the_cause(tmp_path: Path, log: str, c
     assert ended.error == error
     assert ended.cause == (f"exited with code {code}: {error}" if error else ended.how())
     assert with_error(ProcessExit(spec=SPEC, code=code, log=path, why="was ended")).cause == "was ended"
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "lost", "planned"),
+    [(0, True, False, True), (0, False, False, False), (1, True, False, False), (0, True, True, False)],
+)
+def test_a_server_that_was_to_leave_and_did_left_in_its_turn(
+    tmp_path: Path, code: int, asked: bool, lost: bool, planned: bool
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.leaves.mkdir()
+    if asked:
+        (folder.leaves / SPEC.name).write_text("7\n")
+    ended = left_in_turn(folder, ProcessExit(spec=SPEC, code=code, log=tmp_path / "log", lost=lost))
+    assert ended.planned is planned
+    assert not (folder.leaves / SPEC.name).exists(), "the next process is not to leave"

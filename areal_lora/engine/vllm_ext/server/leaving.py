@@ -1,6 +1,7 @@
 """End of a server: at once, or in order.
 
-A server that leaves in order (SIGTERM with ``--grace-s``) does not let its run notice it as a failure::
+A server that leaves in order does not let its run notice it as a failure. SIGTERM with ``--grace-s`` requests it, or
+its process id in ``RunFolder.leaves``::
 
     door closed         new requests are handed back: a 503 that names the reason, for another server
     pings tell it       the trainer releases the server before its next publish; until then it takes part in publishes
@@ -10,6 +11,7 @@ A server that leaves in order (SIGTERM with ``--grace-s``) does not let its run 
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, forget_endpoint, read_endpoint
 from areal_lora.run_folder.status import set_status
 
-LOOK_S = 0.05
+LOOK_S, REQUEST_S = 0.05, 1.0
+GRACE_S = 20.0
+"""Of a server without ``--grace-s``."""
 
 log = get_logger(__name__)
 
@@ -105,17 +109,30 @@ async def leave_in_order(
     ``busy``: whether a publish or a join is in progress, for at most ``publish_s``. The endpoint of server ``index``
     is withdrawn if it is still that of this process.
     """
-    await stop.leaving.wait()
+    while not stop.leaving.is_set():
+        try:
+            await asyncio.wait_for(stop.leaving.wait(), REQUEST_S)
+        except TimeoutError:
+            if await asyncio.to_thread(_is_to_leave, run_folder, index):
+                stop.leaving.set()
+    grace_s = stop.grace_s or GRACE_S
     door.closed = True
     set_status(run_folder, "server", index, f"leaving: {door.in_flight} requests in progress")
     log.info("leaving; %d requests are in progress", door.in_flight)
-    await _until(lambda: stop.dismissed.is_set() and not door.in_flight, stop.grace_s)
+    await _until(lambda: stop.dismissed.is_set() and not door.in_flight, grace_s)
     if door.in_flight:
-        log.info("%d requests are handed back after %g s", door.in_flight, stop.grace_s)
+        log.info("%d requests are handed back after %g s", door.in_flight, grace_s)
     door.cut.set()
     await _until(lambda: not busy(), publish_s)
     withdraw(run_folder, index, os.getpid())
     stop.event.set()
+
+
+def _is_to_leave(run_folder: RunFolder, index: int) -> bool:
+    """Whether the request is for this process: its launcher may have removed it for the next one meanwhile."""
+    with contextlib.suppress(OSError):
+        return (run_folder.leaves / f"server-{index}").read_text(encoding="ascii").strip() == str(os.getpid())
+    return False
 
 
 def withdraw(run_folder: RunFolder, index: int, pid: int) -> None:

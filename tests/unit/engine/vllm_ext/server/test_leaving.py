@@ -111,6 +111,28 @@ def test_the_first_signal_leaves_and_the_second_ends() -> None:
     asyncio.run(signals())
 
 
+def test_a_server_leaves_when_the_run_folder_has_its_process_id(tmp_path: Path) -> None:
+    folder, stop = RunFolder(tmp_path), Stop()
+
+    async def leave_now() -> None:
+        publish_endpoint(folder, "server", 3, {})
+        folder.leaves.mkdir()
+        (folder.leaves / "server-3").write_text(f"{os.getpid() + 1}\n")  # of an earlier process
+        left = asyncio.create_task(
+            leave_in_order(stop, Door(APP), busy=lambda: False, publish_s=5.0, run_folder=folder, index=3)
+        )
+        await asyncio.sleep(1.5)
+        assert not stop.leaving.is_set()
+        (folder.leaves / "server-3").write_text(f"{os.getpid()}\n")
+        await stop.leaving.wait()
+        stop.dismissed.set()
+        await left
+
+    asyncio.run(leave_now())
+    assert stop.event.is_set()
+    assert read_endpoint(folder, "server", 3) is None
+
+
 def test_the_endpoint_of_a_later_session_stays(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     publish_endpoint(folder, "server", 3, {"data": 1, "admin": 2})
