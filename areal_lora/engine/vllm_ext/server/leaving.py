@@ -25,7 +25,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, forget_endpoint, read_endpoint
 from areal_lora.run_folder.status import set_status
 
-LOOK_S, REQUEST_S = 0.05, 1.0
+LOOK_S, REQUEST_S = 0.05, 5.0
 GRACE_S = 20.0
 """Of a server without ``--grace-s``."""
 
