@@ -104,10 +104,8 @@ def adapter_data(
 ) -> AdapterData:
     """Rows of data sets are kept in ``folder``."""
     formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
-    samples, seed = (
-        load_samples(adapter.task, "train", folder.path if folder else None),
-        adapter_run(config, adapter).seed,
-    )
+    samples = load_samples(adapter.task, "train", folder.path if folder else None)
+    seed = adapter_run(config, adapter).seed
     staged = adapter.sampling.staged
     curriculum = Curriculum(staged, samples, seed) if staged is not None else None
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens

@@ -93,11 +93,11 @@ def indices_by_value(samples: Sequence[Sample], chosen: StagedDifficulty) -> "di
             value = gold_text(value_of(sample.columns, chosen.column))
         except KeyError:
             fix = f"name one of: {', '.join(names_in(sample.columns))}"
-            raise ConfigError(f"{key}.column", f"{sample.uid} has no column {chosen.column!r}", fix) from None
+            raise ConfigError(key, f"{sample.uid} has no column {chosen.column!r}", fix) from None
         found.setdefault(value, array("q")).append(index)
-    for number, stage in enumerate(chosen.stages):
-        if unknown := [value for value in stage.weights if value not in found]:
+    for first, weights in chosen.stages:
+        if unknown := [value for value in weights if value not in found]:
             reason = f"no row has {unknown[0]!r} in column {chosen.column!r}"
             fix = f"give weights to: {', '.join(sorted(found)[:20])}"
-            raise ConfigError(f"{key}.stages.{number}.weights", reason, fix)
+            raise ConfigError(f"{key}.{chosen.column}.{first}", reason, fix)
     return found

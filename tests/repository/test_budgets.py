@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1581,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1438,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2347,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; restart-servers
-    "config": 4445,  # remote, its store; groups; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
+    "config": 4450,  # remote, its store; groups; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
     "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
     "distributed": 378,  # scatter; the end of a formation
     "doctor": 993,

@@ -193,7 +193,7 @@ def chat_template(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
 def columns_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     """A task that is computed has no columns to name."""
     staged = adapter.sampling.staged
-    columns = {"sft.column": adapter.sft.column, "sampling.difficulty.column": staged.column if staged else None}
+    columns = {"sft.column": adapter.sft.column, "sampling.difficulty": staged.column if staged else None}
     for key, column in columns.items() if isinstance(adapter.task, WordProblemsTask) else ():
         if column is not None:
             reason = f"{column!r} names a column, and task.kind {adapter.task.kind} has none: it is computed"

@@ -5,6 +5,7 @@ of the keys are those of ``grpo``, so a row holds only what differs. Sources of 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, FiniteFloat, PositiveFloat, Tag, model_validator
@@ -157,25 +158,15 @@ class OptimizerConfig(Section):
     """Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."""
 
 
-class DifficultyStage(Section):
-    until: PositiveInt | None = None
-    """First training step of the next stage; unset in the last one."""
-    weights: dict[str, NonNegFloat]
-    """Shares of prompts by the column's value; others are not drawn."""
+Stages = dict[str, dict[NonNegInt, dict[str, NonNegFloat]]]
 
 
-class StagedDifficulty(Section):
-    column: str = Field(description="Column, or field in one.")
-    stages: list[DifficultyStage] = Field(min_length=1)
+@dataclass(frozen=True)
+class StagedDifficulty:
+    """Shares of prompts by the value of a column: ``stages`` by first training step, ascending from 0."""
 
-    @model_validator(mode="after")
-    def _stages_follow(self) -> Self:
-        ends = [stage.until or 0 for stage in self.stages]
-        if ends.pop() or ends != sorted(set(ends)) or 0 in ends:
-            raise ValueError("stages follow each other: give each but the last a larger until, and the last none")
-        if not all(any(stage.weights.values()) for stage in self.stages):
-            raise ValueError("a stage draws nothing: give it a weight above 0")
-        return self
+    column: str
+    stages: tuple[tuple[int, Mapping[str, float]], ...]
 
 
 class SamplingConfig(Section):
@@ -192,20 +183,34 @@ class SamplingConfig(Section):
     """Omit tokens with less than this share of the likeliest one's probability; needs `top_k`."""
     min_tokens: NonNegInt = 0
     """An answer does not end before so many tokens; without `top_k` a bias where the model would have ended it."""
-    difficulty: Annotated[Difficulty, Tag(tasks.NAMED)] | Annotated[StagedDifficulty, Tag(tasks.SECTION)] = Field(
+    difficulty: Annotated[Difficulty, Tag(tasks.NAMED)] | Annotated[Stages, Tag(tasks.SECTION)] = Field(
         "uniform", discriminator=named_or_section
     )
-    """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). Or
-    stages."""
+    """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). A
+    map: a column (or field in one) to first training steps to shares of prompts by the column's value."""
     stop: list[str] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
     `timeout`. A single-turn rollout is repeated after ten times as long."""
 
+    @model_validator(mode="after")
+    def _stages_draw(self) -> Self:
+        if isinstance(self.difficulty, dict) and len(self.difficulty) != 1:
+            raise ValueError("difficulty goes by one column: {column: {0: {value: weight}, step: {...}}}")
+        if self.staged and not (self.staged.stages and self.staged.stages[0][0] == 0):
+            raise ValueError("the first stage of difficulty starts at step 0")
+        for first, weights in self.staged.stages if self.staged else ():
+            if not any(weights.values()):
+                raise ValueError(f"difficulty draws nothing from step {first} on: give a value a weight above 0")
+        return self
+
     @property
     def staged(self) -> StagedDifficulty | None:
-        return self.difficulty if isinstance(self.difficulty, StagedDifficulty) else None
+        if isinstance(self.difficulty, str):
+            return None
+        ((column, stages),) = self.difficulty.items()
+        return StagedDifficulty(column, tuple(sorted(stages.items())))
 
     @property
     def truncates(self) -> bool:

@@ -8,6 +8,7 @@ A position belongs to the stage of the step that its group is for, when it is is
 at which stages start are in the ledger file, and in its snapshots.
 """
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -28,9 +29,9 @@ class Curriculum:
     def __init__(self, chosen: StagedDifficulty, samples: Sequence[Sample], seed: int) -> None:
         """Raises ConfigError for what `indices_by_value` refuses."""
         self._seed, self._stages, self._rows = seed, chosen.stages, indices_by_value(samples, chosen)
-        drawn = {value for stage in chosen.stages for value, weight in stage.weights.items() if weight}
+        drawn = {value for _, weights in chosen.stages for value, weight in weights.items() if weight}
         self.sets: Sequence[Sequence[int]] = [self._rows[value] for value in sorted(drawn)]
-        self.key = chosen.model_dump_json()
+        self.key = json.dumps([chosen.column, chosen.stages])
         self.starts = list[int]()
         self._file: LedgerFile | None = None
         self._adapter = ""
@@ -44,7 +45,7 @@ class Curriculum:
 
     def place(self, position: int) -> tuple[int, int]:
         """Epoch of the row among those of its value, and its index in the data set."""
-        weights = self._stages[sum(start <= position for start in self.starts)].weights
+        _, weights = self._stages[sum(start <= position for start in self.starts)]
         chance = random.Random(f"curriculum {self._seed} {position}")
         rows = self._rows[chance.choices(list(weights), list(weights.values()))[0]]
         epoch, index = locate(position, len(rows), self._seed)
@@ -52,8 +53,9 @@ class Curriculum:
 
     def issue(self, position: int, step: int) -> None:
         """``position``, the largest so far, is issued for ``step``. Until the ledger's next flush in memory only."""
-        while (until := self._stages[len(self.starts)].until) is not None and step >= until:
-            self.restore([*self.starts, position])
+        for first, _ in self._stages[len(self.starts) + 1 :]:
+            if step >= first:
+                self.restore([*self.starts, position])
 
     def restore(self, starts: Sequence[int]) -> None:
         """Those of a snapshot, in place of all."""

@@ -47,6 +47,7 @@ SHORT = {
     "weight_sync/trainer/fleet.py:Fleet.dismiss": "one request to each server; else it waits for its grace",
     "weight_sync/admin_client.py:RequestRelay.send": "one request to each server below; it waits for their answers",
     "engine/vllm_ext/server/admin_routes.py:AdminPlane.relay": "the requests of one relay request; it is awaited",
+    "engine/vllm_ext/server/leaving.py:leave_in_order": "one look for a request to leave; it is awaited",
     "weight_sync/trainer/membership.py:ServerWatcher.__init__": "one round of pings; the watcher waits",
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",

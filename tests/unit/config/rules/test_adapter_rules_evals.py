@@ -86,8 +86,8 @@ def test_a_missing_file_is_one_line_with_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "weights", "key", "words"),
     [
-        ("lvl", {"easy": 1}, "column", r"no column 'lvl' \(fix: name one of: problem, level, answer\)"),
-        ("level", {"esay": 1}, "stages.0.weights", "no row has 'esay' .*give weights to: easy, hard"),
+        ("lvl", {"easy": 1}, "", r"no column 'lvl' \(fix: name one of: problem, level, answer\)"),
+        ("level", {"esay": 1}, ".level.0", "no row has 'esay' .*give weights to: easy, hard"),
     ],
 )
 def test_a_curriculum_is_refused_before_anything_starts(
@@ -96,10 +96,10 @@ def test_a_curriculum_is_refused_before_anything_starts(
     rows = [{"problem": str(i), "level": ["easy", "hard"][i % 2], "answer": "1"} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"kind": "dataset", "train": "rows.jsonl", "eval": "rows.jsonl", "columns": {"prompt": "problem"}}
-    difficulty = {"column": column, "stages": [{"weights": weights}]}
+    difficulty = {column: {0: weights}}
     overlay = tmp_path / "own.yaml"
     changes = {"name": "gsm8k", "task": task, "sampling": {"difficulty": difficulty}}
     overlay.write_text(json.dumps({"adapters": [changes]}))
     (problem,) = task_problems(load_config([*SHIPPED, overlay]), online=False)
-    assert problem.path == f"adapters.0.sampling.difficulty.{key}"
+    assert problem.path == f"adapters.0.sampling.difficulty{key}"
     assert re.search(words, str(problem))

@@ -149,16 +149,15 @@ def test_difficulty_needs_a_reward_that_states_what_is_correct() -> None:
 
 def test_a_curriculum_needs_columns_and_stages_that_follow_each_other() -> None:
     key = "sampling.difficulty"
-    findings = found(f'{key}={{"column": "level", "stages": [{{"weights": {{"easy": 1}}}}]}}')
-    assert "word_problems has none" in findings[f"{key}.column"]
-    for stages, words in (
-        ('[{"weights": {"easy": 0}}]', "draws nothing"),
-        ('[{"until": 3, "weights": {"easy": 1}}]', "the last none"),
-        ('[{"weights": {"easy": 1}}, {"weights": {"easy": 1}}]', "a larger until"),
-        (
-            '[{"until": 5, "weights": {"a": 1}}, {"until": 5, "weights": {"a": 1}}, {"weights": {"a": 1}}]',
-            "a larger until",
-        ),
+    findings = found(f'{key}={{"level": {{"0": {{"easy": 1}}}}}}')
+    assert "word_problems has none" in findings[key]
+    for chosen, words in (
+        ('{"level": {"0": {"easy": 1}, "4": {"easy": 0}}}', "draws nothing from step 4 on"),
+        ('{"level": {"3": {"easy": 1}}}', "starts at step 0"),
+        ('{"level": {}}', "starts at step 0"),
+        ('{"level": {"0": {"easy": 1}}, "book": {"0": {"a": 1}}}', "goes by one column"),
+        ('{"level": {"-1": {"easy": 1}}}', "a number of at least 0"),
+        ("lernability", "learnability"),
     ):
         with pytest.raises(ConfigError, match=words):
-            load(f'{key}={{"column": "level", "stages": {stages}}}')
+            load(f"{key}={chosen}")

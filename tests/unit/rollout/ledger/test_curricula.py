@@ -20,9 +20,7 @@ from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.types import Sample
 from tests.support.rollout.helpers import CharTokenizer, admit_all, episode, feed, samples
 
-EASY_THEN_MIXED = StagedDifficulty.model_validate(
-    {"column": "level", "stages": [{"until": 4, "weights": {"easy": 1}}, {"weights": {"easy": 0.2, "hard": 0.8}}]}
-)
+EASY_THEN_MIXED = StagedDifficulty("level", ((0, {"easy": 1}), (4, {"easy": 0.2, "hard": 0.8})))
 
 
 def leveled(n: int, hard: int) -> list[Sample]:
@@ -39,7 +37,7 @@ def made(chosen: StagedDifficulty, rows: Sequence[Sample], seed: int = 0) -> tup
 
 
 def only(weights: dict[str, float]) -> StagedDifficulty:
-    return StagedDifficulty.model_validate({"column": "level", "stages": [{"weights": weights}]})
+    return StagedDifficulty("level", ((0, weights),))
 
 
 def test_values_are_drawn_as_often_as_their_weights_say() -> None:
@@ -117,10 +115,10 @@ def test_another_curriculum_is_another_order() -> None:
 
 
 def test_what_no_row_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"stages\.0\.weights: no row has 'esay' .*give weights to: easy, hard"):
+    with pytest.raises(ConfigError, match=r"difficulty\.level\.0: no row has 'esay' .*give weights to: easy, hard"):
         Curriculum(only({"esay": 1}), leveled(9, 3), 0)
     unnamed = [replace(sample, columns={"source": {"book": 1}}) for sample in samples(3)]
-    with pytest.raises(ConfigError, match=r"column: s0 has no column 'level' .*name one of: source, source\.book"):
+    with pytest.raises(ConfigError, match=r"difficulty: s0 has no column 'level' .*name one of: source, source\.book"):
         Curriculum(only({"easy": 1}), unnamed, 0)
     numbers = [
         replace(sample, columns={"level": value}) for sample, value in zip(samples(3), (1, True, None), strict=True)
