@@ -3,10 +3,13 @@
 Messages are JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with;
 user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
 loop, blocking code in threads, and may call the controller. A sample that is cancelled is answered when its last thread
-has ended. At the end of its input the process ends its whole group.
+has ended. At the end of its input the process ends its whole group, on another node than its controller's also when
+nothing comes for ``silence_s``; there code calls the endpoint at a port of its own, whose connections are messages.
 """
 
 import asyncio
+import base64
+import contextlib
 import errno
 import functools
 import importlib.util
@@ -17,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +35,7 @@ kinds: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kinds)
 
 MAX_THREADS = 256
+MEMORY_S = 1.0  # between two looks at the memory
 MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 """Of code: another try fails in the same way."""
 UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
@@ -65,16 +70,66 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}{where}", "cause": cause}
 
 
-async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
+def end_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process and its descendants; pages that they share count in each. 0 for one that has ended."""
+    size = 0
+    with contextlib.suppress(OSError):  # it ends meanwhile
+        place = Path("/proc", str(pid))
+        size = int((place / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for children in place.glob("task/*/children"):
+            size += sum(resident_bytes(int(child)) for child in children.read_text(encoding="ascii").split())
+    return size
+
+
+def bound_memory(most_gib: float, pipes: tuple[BinaryIO, BinaryIO]) -> None:
+    """End the group when it has more: in another process, which code that holds the interpreter's lock cannot stop."""
+    if os.fork():
+        return
+    for pipe in pipes:
+        os.close(pipe.fileno())
+    worker = os.getppid()
+    while os.getppid() == worker:
+        time.sleep(MEMORY_S)
+        if (size := resident_bytes(worker)) > most_gib * 2**30:
+            text = f"an environment worker has {size / 2**30:.2f} GiB, workflow.memory_gib is {most_gib:g}"
+            print(f"{text}: it is started again", file=sys.stderr, flush=True)
+            end_group()
+    os._exit(0)
+
+
+async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+    loop, queue, heard = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]](), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
     running = dict[int, asyncio.Task[dict[str, Any]]]()
     calls, numbers = dict[int, asyncio.Future[Any]](), itertools.count(1)
+    streams = dict[int, asyncio.StreamWriter]()
 
     def receive() -> None:
         while (message := read(requests)) is not None:
+            heard.set()
             loop.call_soon_threadsafe(queue.put_nowait, message)
-        os.killpg(0, signal.SIGKILL)  # the parent has ended
+        end_group()  # the parent has ended
+
+    def expect() -> None:
+        while heard.wait(silence_s):
+            heard.clear()
+        end_group()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what code sends to the endpoint; the answers come with the messages."""
+        stream = next(numbers)
+        streams[stream] = writer
+        data = b"..."
+        while data:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = await reader.read(1 << 16)
+            write(replies, {"type": "bytes", "stream": stream, "data": base64.b64encode(data).decode()})
+        streams.pop(stream).close()
 
     async def call(number: int, body: Any) -> Any:
         """The controller's answer to ``body``, which sample ``number`` sends."""
@@ -100,10 +155,19 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
 
     environment = await kinds.called(kinds.KINDS[setup["kind"]], setup)
     async with environment.opened():
+        port = None
+        if silence_s:
+            threading.Thread(target=expect, daemon=True).start()
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
         write(replies, {"type": "result", "number": 0})
         threading.Thread(target=receive, daemon=True).start()
         while True:
             message = await queue.get()
+            if "stream" in message:
+                if (writer := streams.get(message["stream"])) is not None:  # else its code has closed it
+                    writer.write(base64.b64decode(message["data"])) if message["data"] else writer.close()
+                continue
             number = message["number"]
             if "request" in message:
                 if message["request"] in calls and not calls[message["request"]].done():
@@ -111,6 +175,8 @@ async def serve(setup: dict[str, Any], requests: BinaryIO, replies: BinaryIO) ->
             elif message["task"] is not None:
                 task = SimpleNamespace(**message["task"], call=functools.partial(call, number))
                 task.sample = SimpleNamespace(**task.sample)
+                if port is not None and "base_url" in message["task"]:
+                    task.base_url = f"http://127.0.0.1:{port}/v1"
                 running[number] = asyncio.create_task(environment.play(task))
                 running[number].add_done_callback(functools.partial(answer, number))
             elif number in running:  # else it has just been answered
@@ -127,8 +193,10 @@ def main() -> None:
         # Programs of the interpreter's environment come first, as after its `activate`.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         sys.path += [folder for folder in setup["search_path"] if folder not in sys.path]
+        if (most_gib := setup["settings"]["memory_gib"]) is not None:
+            bound_memory(most_gib, (requests, replies))
         try:
-            asyncio.run(serve(setup["settings"], requests, replies))
+            asyncio.run(serve(setup["settings"], setup["silence_s"], requests, replies))
         except Exception as error:  # fault boundary: code of users  # noqa: BLE001
             write(replies, {"type": "result", "number": 0, **failure(error)})
 

@@ -7,6 +7,10 @@ What calls the endpoint is an agent to its workflow: its completions are those o
 and custom workflows call the controller over the pipe. A worker runs many samples at a time. When it ends, it is
 started again with the next sample, and its samples are repeated one by one: none of the group's other samples is. A
 sample that does not end within ``CANCEL_S`` of its cancellation costs its worker.
+
+A Slurm job with a component of role `environment` has the workers on its nodes, in turn. srun passes their pipe on, and
+the pipe their connections to the endpoint, which stays on loopback at both ends. A worker that no message has reached
+for ``SILENCE_S`` ends itself: srun that is killed with the controller leaves its task running.
 """
 
 import asyncio
@@ -16,21 +20,25 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
+from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
+from areal_lora.config.sizing.slots import pools_of
 from areal_lora.errors import AlignmentError, ConfigError, undo_on_error
+from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.channel.tunnel import StreamBytes, Tunnel
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import Answer, WorkerLost
 from areal_lora.rollout.custom_child import ContextFields
@@ -40,21 +48,26 @@ from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
 CANCEL_S = 10.0
-MEMORY_S = 1.0  # between two looks at the memory of workers
+SILENCE_S = 120.0  # six times the interval of messages to workers on other nodes
+END_S = 20.0  # that srun has to end its task
 LARGEST_BYTES = 1 << 30  # routes of the long answers of a custom workflow
 
 log = get_logger(__name__)
 
 
 class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a worker: its section of the configuration, and folders of modules."""
+    """First message to a worker: its section of the configuration, and folders of modules.
+
+    ``silence_s``: `SILENCE_S` on another node, else 0.
+    """
 
     settings: dict[str, Any]
     search_path: list[str]
+    silence_s: float
 
 
 class Play(msgspec.Struct, frozen=True, kw_only=True):
-    """Start sample ``number``; without a task, cancel it."""
+    """Start sample ``number``; without a task, cancel it. Number 0 is none: the controller lives."""
 
     number: int
     task: dict[str, Any] | None = None
@@ -113,15 +126,15 @@ class _RunningSample:
 class EnvironmentWorkers:
     """``chosen.workers`` processes, used with ``async with``; none for workflows that need none.
 
-    `play` is the agent of an `AgentWorkflow`. ``context`` is that of the adapter's training.
+    `play` is the agent of an `AgentWorkflow`. ``context`` is that of the adapter's training; ``launchers``:
+    `worker_launchers`.
     """
 
-    def __init__(self, chosen: Section, context: ContextFields) -> None:
-        self.context, self._workers, self._most_gib = context, list[_Worker](), None
-        self._watch: asyncio.Task[None] | None = None
+    def __init__(self, chosen: Section, context: ContextFields, launchers: Sequence[Sequence[str]] = ()) -> None:
+        self.context, self._workers, turns = context, list[_Worker](), itertools.cycle(launchers or [()])
+        self._beats: asyncio.Task[None] | None = None
         if isinstance(chosen, WorkerWorkflowConfig):
-            self._most_gib = chosen.memory_gib
-            self._workers += (_Worker(chosen, context) for _ in range(chosen.workers))
+            self._workers += (_Worker(chosen, context, turns) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
         """Score of one sample, None for the configured reward's. Raises GenerationFault, WorkerLost."""
@@ -142,28 +155,21 @@ class EnvironmentWorkers:
         """Start the first worker; the others start with their first sample. Raises ConfigError."""
         for worker in self._workers[:1]:
             await worker.ready()
-        if self._most_gib is not None:
-            self._watch = watched_task("environment-memory", partial(self._bound_memory, self._most_gib))
+        self._beats = watched_task("environment-beats", self._beat)
         return self
 
-    async def _bound_memory(self, most_gib: float) -> None:
-        """Kill each worker that has more, which repeats its samples."""
+    async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(MEMORY_S)
-            running = [process for worker in self._workers if (process := worker.process) is not None]
-            used = await asyncio.to_thread(list, map(resident_bytes, [process.pid for process in running]))
-            for process, size in zip(running, used, strict=True):
-                if size > most_gib * 2**30 and process.returncode is None:
-                    text = "an environment worker has %.2f GiB, workflow.memory_gib is %g: it is started again"
-                    log.warning(text, size / 2**30, most_gib)
-                    _kill_group(process)
+            await asyncio.sleep(SILENCE_S / 6)
+            for worker in self._workers:
+                worker.beat()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._beats is not None:
+            self._beats.cancel()
         for worker in self._workers:
             await worker.close()
 
@@ -171,8 +177,12 @@ class EnvironmentWorkers:
 class _Worker:
     """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
 
-    def __init__(self, chosen: WorkerWorkflowConfig, context: ContextFields) -> None:
-        self._chosen, self._context = chosen, context
+    def __init__(
+        self, chosen: WorkerWorkflowConfig, context: ContextFields, launchers: Iterator[Sequence[str]]
+    ) -> None:
+        self._chosen, self._context, self._launchers = chosen, context, launchers
+        self._launcher: Sequence[str] = ()  # of the newest process
+        self._port = 0  # of the endpoint
         own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
         self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
         self._running: asyncio.Task[Process] | None = None
@@ -181,13 +191,10 @@ class _Worker:
         self._samples: dict[int, _RunningSample] = {}
         self.n_running = 0
 
-    @property
-    def process(self) -> Process | None:
-        """None while none has started."""
-        running = self._running
-        if running is None or not running.done() or running.cancelled() or running.exception() is not None:
-            return None
-        return running.result()
+    def beat(self) -> None:
+        """Send the process, if it runs on another node, a message that needs no answer."""
+        if self._launcher and self._running is not None and self._reader is not None and not self._reader.done():
+            self._send(self._running.result(), Play(number=0))
 
     async def play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         self.n_running += 1
@@ -199,10 +206,13 @@ class _Worker:
     async def _play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         try:
             process = await self.ready()
-        except ConfigError as error:  # it has started before: this is no reason to end the run
+        except ConfigError as error:  # one has started before: this is no reason to end the run
+            if self._launcher:  # the next start is on another node
+                raise WorkerLost(str(error)) from error
             raise GenerationFault(self._fault, str(error)) from error
         if self._running is None:
             raise WorkerLost("its worker process ended before the sample started")
+        self._port = urlsplit(fields.get("base_url", "")).port or 0
         number = next(self._numbers)
         self._samples[number] = sample = _RunningSample(answer)
         self._send(process, Play(number=number, task=dict(fields)))
@@ -232,14 +242,18 @@ class _Worker:
     async def _started(self) -> Process:
         chosen = self._chosen
         # Without PYTHONPATH and the folder of the script: `workflow` and `agents` are not this package's modules there.
-        argv = [chosen.python or sys.executable, "-I", environment_child.__file__]
+        self._launcher = next(self._launchers)
+        argv = [*self._launcher, chosen.python or sys.executable, "-I", environment_child.__file__]
+        # srun takes the variables of the step that it is called in for its own.
+        env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+        pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
+                *argv, stdin=pipe, stdout=pipe, env=env, start_new_session=True
             )
         except OSError as error:
             raise ConfigError("workflow.python", f"{argv[0]} cannot be started: {error}", "name a Python") from error
-        with undo_on_error(partial(_kill_group, process)):
+        with undo_on_error(partial(self._kill, process)):
             await self._set_up(process)
         self._reader = watched_task("environment-worker", partial(self._read, process))
         return process
@@ -249,7 +263,8 @@ class _Worker:
         chosen = self._chosen
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
         settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(self._context)}
-        self._send(process, WorkflowSetup(settings=settings, search_path=search_path))
+        silence_s = SILENCE_S if self._launcher else 0.0
+        self._send(process, WorkflowSetup(settings=settings, search_path=search_path, silence_s=silence_s))
         try:
             async with asyncio.timeout(START_S):
                 started = await _received(process)
@@ -260,11 +275,11 @@ class _Worker:
                 number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
             )
         if started.error:
-            _kill_group(process)
+            self._kill(process)
             await process.wait()
             raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
 
-    def _send(self, process: Process, message: WorkflowSetup | Play | CallReply) -> None:
+    def _send(self, process: Process, message: WorkflowSetup | Play | CallReply | StreamBytes) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
         assert process.stdin is not None
         body = msgspec.json.encode(message)
@@ -272,15 +287,19 @@ class _Worker:
 
     async def _read(self, process: Process) -> None:
         """Pass answers on until the process ends or writes anything else."""
+        tunnel = Tunnel(partial(self._send, process))
         with contextlib.suppress(asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
             while True:
                 received = await _received(process)
                 if isinstance(received, WorkerCall):
                     self._called(process, received)
+                elif isinstance(received, StreamBytes):
+                    tunnel.receive(received, self._port)
                 elif (ended := self._samples.pop(received.number, None)) is not None and not ended.result.done():
                     ended.result.set_result(received)
+        tunnel.close()
         self._running, lost, self._samples = None, self._samples, {}
-        _kill_group(process)
+        self._kill(process)
         await process.wait()
         for sample in lost.values():
             sample.fail(WorkerLost(f"its worker process ended with status {process.returncode}"))
@@ -309,41 +328,62 @@ class _Worker:
 
     def _kill_if_running(self, process: Process, number: int) -> None:
         if number in self._samples:  # else it has ended, or its process has
-            _kill_group(process)
+            self._kill(process)
+
+    def _kill(self, process: Process) -> None:
+        """srun ends its task at SIGTERM; after SIGKILL it would go on."""
+        if not self._launcher:
+            _signal_group(process, signal.SIGKILL)
+        elif process.returncode is None:
+            _signal_group(process, signal.SIGTERM)
+            asyncio.get_running_loop().call_later(END_S, _end, process)
 
     async def close(self) -> None:
         if self._running is None:
             return
         if not self._running.cancel() and not self._running.cancelled() and self._running.exception() is None:
-            _kill_group(self._running.result())
+            self._kill(self._running.result())
         if self._reader is not None:
             await self._reader
 
 
-async def _received(process: Process) -> PlayResult | WorkerCall:
+async def _received(process: Process) -> PlayResult | WorkerCall | StreamBytes:
     stream = process.stdout
     assert stream is not None
     size = int.from_bytes(await stream.readexactly(4), "big")
     if size > LARGEST_BYTES:
         raise msgspec.DecodeError(f"a message of {size} bytes")
-    received: PlayResult | WorkerCall = _decode(await stream.readexactly(size))
+    received: PlayResult | WorkerCall | StreamBytes = _decode(await stream.readexactly(size))
     return received
 
 
-_decode = msgspec.json.Decoder(PlayResult | WorkerCall).decode
+_decode = msgspec.json.Decoder(PlayResult | WorkerCall | StreamBytes).decode
 
 
-def resident_bytes(pid: int) -> int:
-    """Of a process and its descendants; pages that they share count in each. 0 for one that has ended."""
-    size = 0
-    with contextlib.suppress(OSError):  # it ends meanwhile
-        place = Path("/proc", str(pid))
-        size = int((place / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for children in place.glob("task/*/children"):
-            size += sum(resident_bytes(int(child)) for child in children.read_text(encoding="ascii").split())
-    return size
-
-
-def _kill_group(process: Process) -> None:
+def _signal_group(process: Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
+
+
+def _end(process: Process) -> None:
+    if process.returncode is None:
+        _signal_group(process, signal.SIGKILL)
+
+
+def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> list[list[str]]:
+    """Words before the interpreter of a worker, for each node with the role `environment`; empty without such nodes.
+
+    ``environ``: of a step of the Slurm job. Lines of ``setup`` print to the log, since the output is the pipe.
+    """
+    slurm, pools, role = cluster.slurm, pools_of(cluster), "environment"
+    for i, pool in enumerate(pools):
+        if role in pool.roles:
+            job = environ.get("SLURM_JOB_ID_HET_GROUP_0", environ["SLURM_JOB_ID"])
+            words = ["srun", "--overlap", f"--jobid={job}", *([f"--het-group={i}"] if len(pools) > 1 else [])]
+            words += ["--nodes=1", "--ntasks=1", "--unbuffered", "--kill-on-bad-exit=1", f"--job-name={role}"]
+            words += ["--mem=0", "--cpu-bind=none", *slurm.srun_extra.get(role, [])]
+            setup = "".join(f"{line} || exit 69\n" for line in slurm.setup)
+            then = ["bash", "-c", f'{{ :\n{setup}}} >&2\nexec "$@"', "bash", *slurm.wrapper.get(role, [])]
+            hosts = environ[NODES_VARIABLE].split()[pool.first_node :][: pool.nodes]
+            return [[*words, f"--nodelist={host}", *then] for host in hosts]
+    return []

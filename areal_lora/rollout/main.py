@@ -7,6 +7,7 @@ parent's death end it and its scorer children.
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -37,7 +38,7 @@ from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
-from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
 from areal_lora.rollout.ledger.curricula import Curriculum
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.solved_shares import SolvedShares
@@ -138,8 +139,9 @@ class SharedResources:
         adapter, sampling, rollout = part.config, part.config.sampling, self.config.rollout
         run, hidden = adapter_run(self.config, adapter), self.run_folder.path
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
+        launchers = worker_launchers(self.config.cluster, os.environ)
         workers = await stack.enter_async_context(
-            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter))
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter), launchers)
         )
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:

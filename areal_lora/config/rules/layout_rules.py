@@ -7,12 +7,15 @@ the components and directives of a Slurm job.
 import difflib
 import sys
 from collections.abc import Iterator
+from typing import get_args
 
 from areal_lora.config import support
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
-from areal_lora.config.sizing.slots import ALL_ROLES, OF_DEVICES, pools_of, seats_of, shared_devices
+from areal_lora.config.sections.run import Role
+from areal_lora.config.sections.task import WorkerWorkflowConfig
+from areal_lora.config.sizing.slots import ALL_ROLES, OF_DEVICES, WITHOUT_DEVICES, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import PUBLISHED, is_hub_name, supported
 from areal_lora.families.shape import ModelShape
@@ -325,22 +328,22 @@ def components_agree(config: Config, facts: Facts) -> Iterator[Finding]:
     if cluster.nodes not in (1, cluster.total_nodes):
         reason = f"{cluster.nodes} nodes contradict the components, which have {cluster.total_nodes}"
         yield Finding("cluster.nodes", reason, "leave it out")
-    for role in ALL_ROLES:
+    for role in get_args(Role):
         places = [str(i) for i, component in enumerate(components) for r in component.roles if r == role]
-        if not places:
+        if not places and role in ALL_ROLES:
             yield Finding(key, f"no component has the role {role}", f"add {role} to one of them")
         elif len(places) > 1:
             reason = f"{role} is named {len(places)} times: in components {', '.join(places)}"
             yield Finding(f"{key}.{places[1]}.roles", reason, "name each role once")
     for i, (component, pool) in enumerate(zip(components, pools_of(cluster), strict=True)):
-        needy = [role for role in component.roles if role != "controller"]
+        needy = [role for role in component.roles if role not in WITHOUT_DEVICES]
         if needy and cluster.device != "cpu" and not pool.devices_per_node:
             reason = f"{' and '.join(needy)} need {cluster.device} devices and its nodes have none"
             yield Finding(f"{key}.{i}.devices_per_node", reason, "raise it, or leave it out")
         if component.mem is None and cluster.slurm.mem is None and any(part.mem for part in components):
             reason = "another component sets its memory, which Slurm would apply to this one"
             yield Finding(f"{key}.{i}.mem", reason, "set it here, or set cluster.slurm.mem")
-        if not needy and component.nodes > 1:
+        if component.roles == ["controller"] and component.nodes > 1:
             reason = f"the controller is one process and cannot use {component.nodes} nodes"
             yield Finding(f"{key}.{i}.nodes", reason, "set it to 1")
 
@@ -387,8 +390,14 @@ def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
     if list(components_agree(config, facts)):
         return
     used = {seat.node for seat in (*seats.trainer, *seats.servers, seats.controller)}
+    chosen = [adapter.workflow for adapter in config.adapters]
+    workers = max((each.workers for each in chosen if isinstance(each, WorkerWorkflowConfig)), default=0)
     for pool in pools_of(config.cluster):
+        if "environment" in pool.roles:
+            used |= set(range(pool.first_node, pool.first_node + workers))
         idle = sorted(set(range(pool.first_node, pool.first_node + pool.nodes)) - used)
         if idle:
             reason = f"nothing runs on {len(idle)} of {pool.nodes} nodes (node {', '.join(map(str, idle))})"
-            yield warning(pool.key, reason, f"set it to {pool.nodes - len(idle)}, or use more ranks or servers")
+            yield warning(
+                pool.key, reason, f"set it to {pool.nodes - len(idle)}, or use more ranks, servers or workflow.workers"
+            )

@@ -242,7 +242,7 @@ class WeightSyncConfig(Section):
         return self.timeout_s + 2 * self.form_s + self.verdict_s
 
 
-Role = Literal["trainer", "rollout", "controller"]
+Role = Literal["trainer", "rollout", "controller", "environment"]
 LINK_BITS = 100e9
 """Network bandwidth of a node in the estimates of ``--dry-run``, bit/s: one port of InfiniBand EDR or 100 GbE."""
 Word = Annotated[str, Field(pattern=r"^\S+$")]
@@ -256,10 +256,11 @@ Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
 class SlurmComponent(Section):
     """One component of a heterogeneous job. What is unset is that of ``cluster.slurm``; an empty text is none."""
 
-    roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
+    roles: list[Role] = Field(min_length=1)
+    """What runs on its nodes. `environment`: worker processes of workflows, which else run beside the controller."""
     nodes: PositiveInt = Field(1, description="Nodes of the component.")
     devices_per_node: NonNegInt | None = None
-    """Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."""
+    """Unset: `cluster.devices_per_node`, or 0 for nodes without trainer and rollout."""
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
     gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node.")

@@ -91,6 +91,8 @@ def largest_bucket(nbytes: int, bucket_bytes: int) -> int:
 
 
 ALL_ROLES: tuple[Role, ...] = ("trainer", "rollout", "controller")
+"""Those that some component must have."""
+WITHOUT_DEVICES = {"controller", "environment"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def pools_of(cluster: ClusterConfig) -> tuple[Pool, ...]:
         return (Pool("all", "cluster.nodes", ALL_ROLES, 0, cluster.nodes, devices),)
     pools: list[Pool] = []
     for i, component in enumerate(components):
-        devices = 0 if component.roles == ["controller"] else cluster.devices_per_node
+        devices = 0 if WITHOUT_DEVICES.issuperset(component.roles) else cluster.devices_per_node
         devices = devices if component.devices_per_node is None else component.devices_per_node
         key, first = f"cluster.slurm.components.{i}.nodes", sum(pool.nodes for pool in pools)
         devices = 0 if cluster.device == "cpu" else devices

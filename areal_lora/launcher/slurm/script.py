@@ -81,8 +81,8 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
     here = [[spec for spec in plan.processes if spec.node == node] for node in nodes]
     options = [
         f"--nodes={pool.nodes}",
-        f"--ntasks-per-node={max(len(specs) for specs in here)}",
-        f"--mincpus={max(sum(spec.cpus for spec in specs) for specs in here)}",
+        f"--ntasks-per-node={max(1, *(len(specs) for specs in here))}",
+        f"--mincpus={max(1, *(sum(spec.cpus for spec in specs) for specs in here))}",
     ]
     if pool.devices_per_node:
         options.append(gres(config, _of(component, slurm, "gres_type"), pool.devices_per_node))

@@ -17,6 +17,7 @@ from pathlib import Path
 from shlex import quote
 from threading import Lock
 
+import psutil
 import pytest
 
 from areal_lora.config.facts import Facts
@@ -32,7 +33,7 @@ from areal_lora.run_folder.events import RequeueEvent, count_restarts, read_even
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import forked_python
 from tests.support.launcher.real_slurm import Slurm
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -343,6 +344,49 @@ def case_a_heterogeneous_job_has_each_role_in_its_component_and_mends_one(slurm:
     ended = [slurm.until_over(f"{job.id}+{i}") for i in range(3)]
     assert (ended[0]["JobState"], ended[0]["ExitCode"], ended[0]["Restarts"]) == ("COMPLETED", "0:0", "0")
     assert "stopped in order" in job.log("controller-0")
+
+
+NODE = """\
+import os
+class Node:
+    def reset(self, sample):
+        return f"{os.environ['SLURMD_NODENAME']} {os.getpid()} {os.environ['SET_UP']}"
+"""
+
+
+def case_workers_of_environments_run_on_the_nodes_of_their_component(slurm: Slurm, tmp_path: Path) -> None:
+    """A worker that is killed starts again on the next node, and no worker outlives the controller that leaves."""
+    (tmp_path / "node.py").write_text(NODE)
+    play = f"{quote(sys.executable)} {quote(str(ROOT / 'tests/support/launcher/node_workers.py'))}"
+    controller = tmp_path / "controller"
+    controller.write_text(f'#!/bin/bash\nset -- controller-0 "$@"\n{UP}\nPYTHONPATH=. {play} "$R"\necho left\n{HEARS}')
+    controller.chmod(0o755)
+    job = submitted(
+        slurm,
+        tmp_path,
+        'while [ ! -e "$R/go" ]; do sleep 0.1; done',
+        "cluster.slurm.components=[{roles: [trainer, rollout, controller], nodes: 2},"
+        " {roles: [environment], nodes: 2}]",
+        f"adapters.0.workflow={{kind: multi_turn, env: '{tmp_path}/node.py:Node', workers: 2}}",
+        "cluster.slurm.setup=[export SET_UP=yes; echo set up]",
+        f"cluster.controller_python={controller}",
+    )
+
+    def played() -> list[tuple[str, str, str]]:
+        return re.findall(r"environment: (\S+) (\d+) (\S+)", job.log("controller-0"))
+
+    slurm.until("both workers", lambda: len(played()) == 2)
+    nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(f"{job.id}+1")["NodeList"]).split()
+    assert sorted(node for node, _, _ in played()) == nodes, job.log("controller-0")
+    assert {word for _, _, word in played()} == {"yes"}
+    os.kill(int(played()[0][1]), signal.SIGKILL)
+    (job.folder / "killed").touch()
+    slurm.until("the end of the workers", lambda: "left" in job.log("controller-0"))
+    assert len(played()) == 4
+    assert len({pid for _, pid, _ in played()}) == 3, "one is another process"
+    slurm.until("the end of their processes", lambda: not any(psutil.pid_exists(int(pid)) for _, pid, _ in played()))
+    (job.folder / "go").touch()
+    assert slurm.until_over(job.id)["JobState"] == "COMPLETED"
 
 
 def case_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:

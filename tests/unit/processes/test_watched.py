@@ -53,7 +53,7 @@ SHORT = {
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
     "rollout/agent_api/replies.py:ReplyStream.__init__": "one answer of an agent; the stream that it feeds awaits it",
-    "rollout/environment_workers.py:EnvironmentWorkers._bound_memory": "one look at the workers' memory; it is awaited",
+    "rollout/channel/tunnel.py:Tunnel._start": "one connection of code in a worker; it ends with the worker",
     "rollout/main.py:SharedResources.open": "one newcomer's rows; the request that joins it awaits them",
     "tasks/check.py:_reward_problem": "the scores of a few answers; the caller waits for its Future",
     "service/acceptance.py:Acceptance.take_in": "the checks of one adapter; they are awaited",

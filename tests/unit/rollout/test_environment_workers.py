@@ -5,21 +5,26 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import signal
+import subprocess
 import sys
 import venv
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from areal_lora.config.models import WorkflowConfig
+from areal_lora.config.models import ClusterConfig, WorkflowConfig
 from areal_lora.errors import ConfigError
+from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
@@ -45,7 +50,9 @@ def agent(name: str, **keys: Any) -> dict[str, Any]:
     return {"kind": "agent", "path": f"{plain_agents.__file__}:{name}"} | keys
 
 
-def run(chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0) -> list[Episode | BaseException]:
+def run(
+    chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0, launchers: Sequence[Sequence[str]] = ()
+) -> list[Episode | BaseException]:
     """Groups of two samples at once."""
     config: Any = TypeAdapter(WorkflowConfig).validate_python(chosen)
 
@@ -54,7 +61,7 @@ def run(chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0) ->
         async with (
             served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
             agent_gateway() as sessions,
-            EnvironmentWorkers(config, FIELDS) as workers,
+            EnvironmentWorkers(config, FIELDS, launchers) as workers,
         ):
             workflow = build_workflow(config, context, sessions, workers=workers)
             runs = [workflow.run(PROMPT, V1, seed=7) for _ in range(groups)]
@@ -141,7 +148,7 @@ def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("child", [False, True])
 def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, child: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], child: bool
 ) -> None:
     found = run(gym("Grows", args={"marks": str(tmp_path), "child": child}, memory_gib=0.3), groups=4)
     for one in found:
@@ -149,7 +156,67 @@ def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
         assert [(t.sample, t.reward) for t in one.group.trajectories] == [(0, 3.0), (1, 3.0)]
     started = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
     assert len(started) == 2, "a second process, which is below the limit"
-    assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", caplog.text)
+    printed = capfd.readouterr().err
+    assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", printed)
+
+
+NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
+"""A loopback of its own, as on another node."""
+
+
+@pytest.mark.parametrize("launcher", [("env", "SOME=1"), NO_NETWORK], ids=["env", "no network"])
+def test_code_on_another_node_calls_the_endpoint_over_the_pipe(launcher: Sequence[str]) -> None:
+    if (tried := subprocess.run([*launcher, "true"], capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"namespaces are not permitted here: {tried.stderr.strip()}")
+    for one in run(gym("Letters", args={"greeting": "Hi "}, workers=2), groups=6, launchers=[launcher]):
+        assert isinstance(one, Episode), one
+        for t in one.group.trajectories:
+            assert t.token_ids == [ord(c) for c in "<user:Hi 42>AB\2<user:more>Cd\2"]
+            assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+
+
+def test_a_worker_on_another_node_ends_with_its_controller() -> None:
+    """Its pipe stays open: srun that is killed leaves its task running."""
+    file = environment_child.__file__
+    worker = subprocess.Popen([sys.executable, "-I", file], stdin=PIPE, stdout=PIPE, start_new_session=True)
+    assert worker.stdin is not None
+    settings = TypeAdapter[Any](WorkflowConfig).validate_python(gym("Letters")).model_dump(mode="json")
+    search_path = [place or "." for place in sys.path]
+    setup = {"settings": settings, "search_path": search_path, "silence_s": 0.5}
+    environment_child.write(worker.stdin, setup)
+    assert worker.wait(timeout=300) == -signal.SIGKILL
+
+
+def test_workers_on_other_nodes_get_messages_that_need_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interpreter that writes what it gets into a file."""
+    monkeypatch.setattr(environment_workers, "SILENCE_S", 0.06)
+    program, got, ready = tmp_path / "python", tmp_path / "got", '{"type": "result", "number": 0}'
+    program.write_text(f"#!/bin/sh\nprintf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\nexec 3>&1 cat > '{got}'\n")
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program)))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, [("env",)]):
+            while not got.exists() or got.read_bytes().count(b'"number":0,"task":null') < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def test_workers_are_on_the_nodes_of_their_component() -> None:
+    """The real commands are those of tests/process/launcher/test_real_slurm.py."""
+    components = [{"roles": ["trainer", "rollout", "controller"], "nodes": 2}, {"roles": ["environment"], "nodes": 2}]
+    slurm = {"components": components, "wrapper": {"environment": ["apptainer", "exec", "it.sif"]}}
+    cluster = ClusterConfig.model_validate({"kind": "slurm", "slurm": slurm})
+    of_the_job = {"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7", NODES_VARIABLE: "a b c d"}
+    found = worker_launchers(cluster, of_the_job)
+    nodes = [[word for word in words if word.startswith("--nodelist")] for words in found]
+    assert nodes == [["--nodelist=c"], ["--nodelist=d"]]
+    assert all({"--jobid=7", "--het-group=1"} <= {*words} for words in found)
+    assert all(words[-3:] == ["apptainer", "exec", "it.sif"] for words in found)
+    assert worker_launchers(ClusterConfig(), {}) == []
 
 
 TURNS = """

@@ -15,6 +15,7 @@ MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
 FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
 TRAIN, SAMPLE, CONTROL = "{roles: [trainer], nodes: 2}", "{roles: [rollout]}", "{roles: [controller]}"
 SLURM = "cluster.slurm"
+WORKERS = "adapters.0.workflow={kind: gym, env: 'env.py:Env', workers: 2}"
 
 
 def components(*parts: str) -> list[str]:
@@ -34,6 +35,7 @@ CONTRADICTIONS: list[tuple[list[str], str, str]] = [
     (components(TRAIN, "{roles: [rollout], devices_per_node: 1, nodes: 8}", CONTROL), "rollout.tp", "does not fit a node of 1"),
     (["trainer.world_size=4", "trainer.ep=4", "rollout.tp=8", "rollout.servers=2", "cluster.nodes=2", "rollout.expert_parallel=true"], "cluster.nodes", "20 devices are needed"),
     (["trainer.world_size=4", "trainer.ep=4", "rollout.tp=8", "rollout.servers=2", "cluster.nodes=2", "cluster.devices_per_node=10", "rollout.expert_parallel=true"], "cluster.nodes", "server 1 of 8 devices has no room"),
+    (components(TRAIN, SAMPLE, CONTROL, "{roles: [environment]}", "{roles: [environment]}"), f"{SLURM}.components.4.roles", "is named 2 times"),
     ([f"{SLURM}.extra=[--mem=8G]"], f"{SLURM}.extra", "use cluster.slurm.mem"),
     ([f"{SLURM}.extra=[-p gpu]"], f"{SLURM}.extra", "use cluster.slurm.partition"),
     ([f"{SLURM}.extra=[--no-requeue]"], f"{SLURM}.extra", "depends on it"),
@@ -67,12 +69,16 @@ def test_a_node_without_a_process_is_a_warning() -> None:
     (finding,) = check(load_config(MOE, ["cluster.nodes=4"]), FACTS)
     assert (finding.severity, finding.path) == (Severity.WARNING, "cluster.nodes")
     assert "nothing runs on 1 of 4 nodes (node 3)" in finding.reason
+    overrides = [*components(TRAIN, SAMPLE, CONTROL, "{roles: [environment], nodes: 3}"), WORKERS]
+    (finding,) = check(load_config(MOE, overrides), FACTS)
+    assert "nothing runs on 1 of 3 nodes (node 6)" in finding.reason
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         components(TRAIN, SAMPLE, CONTROL),
+        [*components(TRAIN, SAMPLE, CONTROL, "{roles: [environment], nodes: 2}"), WORKERS],
         components("{roles: [trainer, controller], nodes: 2}", SAMPLE),
         [*components(TRAIN, SAMPLE, CONTROL), "cluster.nodes=4"],
         [f"{SLURM}.extra=[--wckey=a, --licenses=x:1]", f"{SLURM}.mem='0'", f"{SLURM}.time_limit=1-12:00:00"],

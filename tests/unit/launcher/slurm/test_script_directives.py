@@ -37,6 +37,14 @@ def blocks(*overrides: str) -> list[list[str]]:
     return [re.findall(r"^#SBATCH (--.*)$", block, flags=re.M) for block in text.split("#SBATCH hetjob")]
 
 
+def test_nodes_of_workers_have_a_task() -> None:
+    """The controller starts the workers as steps; the plan has no process there."""
+    of_workers = HETJOB[1].removesuffix("]") + ", {roles: [environment], nodes: 3, partition: cpu, mem: '0'}]"
+    *_, options = blocks(HETJOB[0], of_workers, *HETJOB[2:])
+    assert options[:3] == ["--nodes=3", "--ntasks-per-node=1", "--mincpus=1"]
+    assert not any(option.startswith("--gres") for option in options)
+
+
 def test_every_option_of_a_submission() -> None:
     keys = {
         "partition": "gpu,big",

@@ -1,0 +1,65 @@
+"""Connections to a port of this host over the messages of a process on another one, which no port can reach."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+HOST = "127.0.0.1"
+
+
+class StreamBytes(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bytes"):
+    """Bytes of connection ``stream``, numbered in the order of opening, in either direction; none at its end."""
+
+    stream: int
+    data: bytes
+
+
+class Tunnel:
+    """Opens a connection to the port for each one that the other process has accepted."""
+
+    def __init__(self, send: Callable[[StreamBytes], None]) -> None:
+        self._send, self._queues = send, dict[int, asyncio.Queue[bytes]]()
+        self._tasks, self._newest = set[asyncio.Task[None]](), -1
+
+    def receive(self, received: StreamBytes, port: int) -> None:
+        if received.stream > self._newest:  # else it has ended, here before there
+            self._newest = received.stream
+            self._queues[received.stream] = asyncio.Queue()
+            self._start(self._connected(received.stream, port))
+        if received.stream in self._queues:
+            self._queues[received.stream].put_nowait(received.data)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connected(self, stream: int, port: int) -> None:
+        """Send what arrives for the connection, until either side ends it."""
+        queue = self._queues[stream]
+        try:
+            reader, writer = await asyncio.open_connection(HOST, port)
+        except OSError:
+            self._send(StreamBytes(stream=stream, data=b""))
+        else:
+            self._start(self._pumped(stream, reader))
+            with contextlib.suppress(OSError), contextlib.closing(writer):
+                while data := await queue.get():
+                    writer.write(data)
+                    await writer.drain()
+        del self._queues[stream]
+
+    async def _pumped(self, stream: int, reader: asyncio.StreamReader) -> None:
+        """Pass on what the endpoint answers."""
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                self._send(StreamBytes(stream=stream, data=data))
+        self._send(StreamBytes(stream=stream, data=b""))
+        if stream in self._queues:
+            self._queues[stream].put_nowait(b"")
