@@ -123,12 +123,15 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
         """Pass on what code sends to the endpoint; the answers come with the messages."""
         stream = next(numbers)
         streams[stream] = writer
-        data = b"..."
-        while data:
-            data = b""
-            with contextlib.suppress(OSError):
-                data = await reader.read(1 << 16)
+
+        def send(data: bytes) -> None:
             write(replies, {"type": "bytes", "stream": stream, "data": base64.b64encode(data).decode()})
+
+        send(b"")  # opens it
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                send(data)
+        send(b"")
         streams.pop(stream).close()
 
     async def call(number: int, body: Any) -> Any:

@@ -11,7 +11,10 @@ HOST = "127.0.0.1"
 
 
 class StreamBytes(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bytes"):
-    """Bytes of connection ``stream``, numbered in the order of opening, in either direction; none at its end."""
+    """Bytes of connection ``stream`` in either direction; none at its end, and in the message that opens it.
+
+    Connections are opened in the order of their numbers.
+    """
 
     stream: int
     data: bytes
@@ -25,11 +28,11 @@ class Tunnel:
         self._tasks, self._newest = set[asyncio.Task[None]](), -1
 
     def receive(self, received: StreamBytes, port: int) -> None:
-        if received.stream > self._newest:  # else it has ended, here before there
+        if received.stream > self._newest:
             self._newest = received.stream
             self._queues[received.stream] = asyncio.Queue()
             self._start(self._connected(received.stream, port))
-        if received.stream in self._queues:
+        elif received.stream in self._queues:  # else it has ended, here before there
             self._queues[received.stream].put_nowait(received.data)
 
     def close(self) -> None:
