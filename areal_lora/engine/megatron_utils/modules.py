@@ -196,8 +196,7 @@ class RouterChoice:
 
 
 class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Megatron's, which waits for what an exchange needs on the host: once where a routing is dispatched twice, and
-    never where all experts are on this rank, whose counts stay on the device.
+    """Megatron's, which waits once where a routing is dispatched twice, and never where all experts are on this rank.
 
     ``counts`` are those of the first dispatch, which keeps all sizes; None before.
     """
@@ -208,8 +207,7 @@ class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return super().preprocess(routing_map) if self.counts is None else self.counts
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        exchanged = self.ep_size > 1 or self.tp_size > 1
-        if self.counts is not None or (not exchanged and self.config.moe_permute_fusion):
+        if self.counts is not None or (self.ep_size == self.tp_size == 1 and self.config.moe_permute_fusion):
             return tokens_per_expert
         found: Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         return found
