@@ -15,7 +15,9 @@ mixture with so many sparse layers, in each of which a token uses so many of 128
     collate       rank 0       -> checked batch
 
 With ``--ranks`` so many processes each, data-parallel ones, take the batch from rank 0 over gloo, as a training step
-does: seconds of the slowest rank from the message to the batch, and the bytes that reach a rank other than 0.
+does: seconds of the slowest rank from the message to the batch, and the bytes that reach a rank other than 0. Rank 0
+requests it of the controller's socket: ``assembled`` are the seconds from that request to the last rank's batch,
+``GiB`` the most that rank 0 holds.
 
 Times are of the processor. ``bytes`` is what a stage's result holds, ``peak`` what was allocated at once meanwhile
 without its input; both count Python's and NumPy's allocations, not torch's (the masks, a byte a token each).
@@ -24,16 +26,20 @@ without its input; both count Python's and NumPy's allocations, not torch's (the
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import multiprocessing as mp
+import re
 import resource
 import socket
 import sys
+import threading
 import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +52,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+import zmq
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +62,7 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.common.micro_batches import parts_of
+from areal_lora.network.rpc import Connection
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout import completion_client as cc
 from areal_lora.rollout.channel import channel_messages as m
@@ -66,6 +74,8 @@ from areal_lora.trainer.collective.next_work import batch_of
 from areal_lora.types import Generation, Outcome, RouteShape, Sample, TokenColumns, TrainBatch, TrajectoryGroup
 
 N_SAMPLES, PROMPT = 16, 256
+SECRET = "batch-path"
+CONTROLLER = ("answer", "trajectories", "ledger", "channel")
 STATS = m.Stats(
     ready=0,
     running=0,
@@ -146,6 +156,11 @@ def encoded(episodes: list[Episode]) -> list[bytes]:
     return [pool._encode(each) for each in episodes]
 
 
+def replied(episodes: list[Episode]) -> m.Batch:
+    groups = tuple(each.group for each in episodes)
+    return m.Batch(adapter="a", step=3, groups=groups, stats=STATS, texts=(), events=(), snapshot=b"")
+
+
 def stages(bodies: list[bytes], shape: RouteShape | None = None) -> Iterator[tuple[str, Stage]]:
     """Each stage is given what the one before made, which is forgotten then."""
     stage, generations = timed(lambda: answers(bodies))
@@ -155,11 +170,10 @@ def stages(bodies: list[bytes], shape: RouteShape | None = None) -> Iterator[tup
     del generations
     stage, _ = timed(partial(encoded, made))
     yield "ledger", stage
-    groups = tuple(each.group for each in made)
-    batch = m.Batch(adapter="a", step=3, groups=groups, stats=STATS, texts=(), events=(), snapshot=b"")
+    batch = replied(made)
     stage, payload = timed(partial(m.encode, batch))
     yield "channel", stage
-    del batch, groups, made
+    del batch, made
     stage, received = timed(partial(m.decode_reply, payload))
     yield "decode", stage
     del payload
@@ -176,7 +190,24 @@ def stages(bodies: list[bytes], shape: RouteShape | None = None) -> Iterator[tup
     yield "collate", stage
 
 
-def on_rank(rank: int, world: int, port: int, bodies: list[bytes], shape: RouteShape | None, found: Any) -> None:
+def control_port(batch: m.Batch) -> int:
+    """Of a controller's socket that answers every request with ``batch``, until the process ends."""
+    port = Future[int]()
+
+    async def answer(_: m.Request) -> m.Reply:
+        return batch
+
+    async def serve() -> None:
+        control = m.ControlSocket("127.0.0.1", SECRET)
+        port.set_result(control.port)
+        async with asyncio.TaskGroup() as tasks:
+            await control.serve(answer, tasks)
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    return port.result(60.0)
+
+
+def on_rank(rank: int, world: int, port: int, control: int, shape: RouteShape | None, found: Any) -> None:
     """Take the batch of rank 0 four times; put the seconds, and the bytes that arrived, of the best into ``found``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -188,45 +219,55 @@ def on_rank(rank: int, world: int, port: int, bodies: list[bytes], shape: RouteS
     tuned = SimpleNamespace(algorithm=SimpleNamespace(shaping=shaping))
     state: Any = SimpleNamespace(name="a", version=3, adapter=adapter, tuned=tuned)
     trainer: Any = SimpleNamespace(control=exchange, engine=SimpleNamespace(parts=parts), spans=defaultdict(Spans))
-    work = None
-    if rank == 0:
-        groups = [group.group for group in episodes(answers(bodies))]
-        work = w.TrainOn(adapter="a", batch=PackedGroups.of(groups, shape))
+    controller = Connection(zmq.Context(), "127.0.0.1", control, SECRET, m.WIRE) if rank == 0 else None
     runs = []
     for _ in range(4):
+        work = None
+        dist.barrier()
+        requested = time.perf_counter()
+        if controller:
+            received = m.decode_reply(controller.exchange(m.encode(m.GetBatch(wanted=(), timeout_s=0.0)), 600.0))
+            work = w.TrainOn(adapter="a", batch=PackedGroups.of(received.groups, shape))
+            del received
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
         taken = w.share(work, exchange)
         assert isinstance(taken, w.TrainOn)
         batch, _ = batch_of(trainer, state, taken.batch)
-        runs.append((time.perf_counter() - began, time.process_time() - used))
+        ended = time.perf_counter()
+        runs.append((ended - began, time.process_time() - used, ended - requested))
+        n_tokens, message = batch.token_ids.numel(), len(w._encode(taken))
+        del batch, taken, work
+    if controller:
+        controller.close()
     held = 8 + (0 if shape is None else shape.n_bytes)
-    nbytes = len(w._encode(taken)) + (batch.token_ids.numel() * held if rank else 0)
-    found.put((rank, *map(min, zip(*runs, strict=True)), nbytes))
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert peak
+    found.put((rank, *map(min, zip(*runs, strict=True)), message + (n_tokens * held if rank else 0), int(peak[1])))
     dist.barrier()
 
 
-def over_ranks(world: int, bodies: list[bytes], shape: RouteShape | None, tokens: int) -> dict[str, float]:
+def over_ranks(world: int, batch: m.Batch, shape: RouteShape | None, tokens: int) -> dict[str, float]:
     """Of a token of the batch: ns until the last rank has its batch, of the processor on the slowest rank, and bytes
-    that reach a rank other than 0, the mean."""
+    that reach a rank other than 0, the mean. Then ``assembled`` and ``GiB``."""
     context = mp.get_context("spawn")
     found = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = [
-        context.Process(target=on_rank, args=(rank, world, port, bodies if rank == 0 else [], shape, found))
-        for rank in range(world)
-    ]
+    control = control_port(batch)
+    ranks = [context.Process(target=on_rank, args=(rank, world, port, control, shape, found)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     rows = [found.get(timeout=600.0) for _ in ranks]
     for rank in ranks:
         rank.join()
-    _, wall_s, used_s, nbytes = zip(*sorted(rows), strict=True)
+    _, wall_s, used_s, assembled_s, nbytes, peak_kib = zip(*sorted(rows), strict=True)
     return {
         "ns": 1e9 * max(wall_s) / tokens,
         "ns_cpu": 1e9 * max(used_s) / tokens,
         "bytes": sum(nbytes[1:]) / (world - 1) / tokens,
+        "assembled_s": max(assembled_s),
+        "gib": peak_kib[0] / 2**20,
     }
 
 
@@ -250,11 +291,15 @@ def main() -> None:
         row = {"ns": 1e9 * stage.seconds / tokens, "bytes": stage.held / tokens, "peak": stage.peak / tokens}
         table.add_row(name, *(f"{x:,.1f}" for x in row.values()))
         figures |= {f"{name}_{key}": round(x, 2) for key, x in row.items()}
+    figures["controller_tokens_s"] = 1e9 / sum(figures[f"{name}_ns"] for name in CONTROLLER)
     figures["peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     Console(width=120).print(table)
-    table = Table("ranks", "ns a token", "ns of the processor", "bytes a token and rank", title=f"{tokens:,} tokens")
+    columns = ("ranks", "ns a token", "ns of the processor", "bytes a token and rank", "assembled", "GiB")
+    table = Table(*columns, title=f"{tokens:,} tokens, controller {figures['controller_tokens_s']:,.0f} tokens/s")
+    batch = replied(episodes(answers(bodies)))
+    del bodies
     for world in chosen.ranks:
-        row = over_ranks(world, bodies, shape, tokens)
+        row = over_ranks(world, batch, shape, tokens)
         table.add_row(str(world), *(f"{x:,.2f}" for x in row.values()))
         figures |= {f"ranks_{world}_{key}": round(x, 2) for key, x in row.items()}
     if chosen.ranks:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from real_sizes import CASES, JOINT, figures, growth, joint, measure
 from size_meter import META, Meter, products
-from size_slices import Case, loss_of, make_batch
+from size_slices import ENGINES, Case, loss_of, make_batch
 
 from areal_lora.config.load import load_config
 from areal_lora.config.sizing.memory import HEAP_GPU, job_memory
@@ -26,7 +26,7 @@ JOINT_LIMITS = {
     "8B, fsdp": (56, 93, 0, 20),
     "30B-A3B, fsdp": (74, 111, 0, 20),
     "8B, megatron": (41, 68, 0, 20),
-    "30B-A3B, megatron": (92, 100, 1, 21),  # the dispatcher waits for the rows of its experts
+    "30B-A3B, megatron": (93, 100, 0, 20),
 }
 """Launches and waits of a layer, copies from the host of a micro-batch."""
 MEASURED = [case for case in SMALL.values() if case.engine != "peft" and "8 x 2 k" not in case.name]
@@ -85,6 +85,16 @@ def test_a_replayed_choice_is_three_launches_and_waits_for_nothing(name: str) ->
     assert more["launches_backward_layer"] == 0
     assert more["syncs_micro_batch"] == 0
     assert more["host_copies_micro_batch"] == 1
+
+
+def test_megatrons_router_computes_in_float32_beside_a_bfloat16_base() -> None:
+    case, found = replace(SMALL["30B-A3B, Megatron, ep 8"], ep=1, answers=(5, 7)), []
+    with ENGINES[case.engine](case, 1) as part:
+        part.module.get_submodule("0.decoder.layers.0.mlp.router").register_forward_hook(
+            lambda *call: found.append((call[1][0].dtype, call[2][0].dtype))
+        )
+        part.run(1, lambda: None)
+    assert found == [(torch.bfloat16, torch.float32)]
 
 
 def test_the_peak_of_many_micro_batches_is_that_of_one() -> None:

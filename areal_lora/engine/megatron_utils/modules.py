@@ -157,8 +157,8 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
         active = self.active
         loras = list(zip(self.linear_fc1.loras(active), self.linear_fc2.loras(active), strict=True))
         weights = self.linear_fc1.weight, self.linear_fc2.weight
-        # Megatron's dispatchers have the counts on the host: a copy of n numbers, which waits for nothing.
-        ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
+        # A dispatcher that exchanges has the counts on the host: a copy of n numbers, which waits for nothing.
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         rows, back = self.rows, None
         if rows is not None and rows.owners is not None:
             each, numbers = len(active.each), torch.arange(max(len(x), len(ends) * len(active.each)), device=x.device)
@@ -196,9 +196,9 @@ class RouterChoice:
 
 
 class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Megatron's, which waits once for the rows of each expert where a routing is dispatched twice.
+    """Megatron's, which waits once where a routing is dispatched twice, and never where all experts are on this rank.
 
-    ``counts`` are those that the first dispatch has on the host, as all sizes that it keeps; None before.
+    ``counts`` are those of the first dispatch, which keeps all sizes; None before.
     """
 
     counts: Tensor | None = None
@@ -207,7 +207,7 @@ class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return super().preprocess(routing_map) if self.counts is None else self.counts
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        if self.counts is not None:
+        if self.counts is not None or (self.ep_size == self.tp_size == 1 and self.config.moe_permute_fusion):
             return tokens_per_expert
         found: Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         return found
