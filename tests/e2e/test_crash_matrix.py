@@ -1,21 +1,25 @@
 """SIGKILL at named points of a step: nothing lost, nothing twice, at most one step again. Nightly all, five seeds each.
 
 A run per seed and victim: its trainer, controller or server dies once at each of some of its points, in an order
-and at an occurrence that the seed draws, and the run goes on to its last step.
+and at an occurrence that the seed draws, and the run goes on to its last step. The commit deals out the policies of
+sequences in flight, and to half of the runs episodes in workers that die, too.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from typing import Any, get_args
 
 import pytest
 
+from areal_lora.config.sections.run import InFlight
 from tests.support.e2e.crash_judge import Damage, judge
 from tests.support.e2e.crash_run import POINTS, CrashRun, execute
-from tests.support.sizes import sample, size
+from tests.support.sizes import sample, seed, size
 
 SEEDS = range(1, 1 + size(1, 5))
 
@@ -28,6 +32,14 @@ VICTIMS = sample(POINTS, 1)
 BEHIND = 3
 
 
+def ways() -> Iterator[dict[str, Any]]:
+    """How a run samples, dealt out evenly. The first five have each policy, with and without workers."""
+    rng = random.Random(seed())
+    every = list(itertools.product(get_args(InFlight), (False, True)))
+    while True:
+        yield from ({"in_flight": policy, "workers": workers} for policy, workers in rng.sample(every, len(every)))
+
+
 Judged = dict[str, list[tuple[CrashRun, Future[list[Damage]]]]]
 
 
@@ -38,7 +50,11 @@ def judged(run: CrashRun) -> list[Damage]:
 @pytest.fixture(scope="module")
 def judgements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
     """All runs of this file, two at a time."""
-    make = partial(CrashRun, root=tmp_path_factory.mktemp("crashes"))
+    root, way = tmp_path_factory.mktemp("crashes"), ways()
+
+    def make(**what: Any) -> CrashRun:
+        return CrashRun(root=root, **what, **next(way))
+
     runs = {
         "alone": [make(victim=victim, seed=seed, most=MOST) for seed in SEEDS for victim in POINTS],
         "behind": [make(victim="trainer", seed=seed, behind=BEHIND) for seed in SEEDS],

@@ -7,6 +7,7 @@ and the diary of what every trainer rank learned (`crash_child`). Nothing of the
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,8 @@ def judge(run: CrashRun) -> list[Damage]:
     """Raises AssertionError for the first thing that is wrong."""
     config = Config.model_validate_json((run.folder / "config.json").read_text())
     diary = [json.loads(line) for line in (run.folder / DIARY).read_text().splitlines()]
+    if run.workers:
+        check_workers(run)
     lost = [0 for _ in run.kills]
     for name in run.seeds:
         its = [entry for entry in diary if entry["adapter"] == name]
@@ -99,6 +102,13 @@ def check_ledger(run: CrashRun, config: Config, name: str, lineage: dict[int, se
             late = version + config.rollout.max_staleness + 1 >= config.run.steps - 2
             assert reason
             assert late or reason not in ISSUED_AGAIN, f"position {position} was lost: {known}"
+
+
+def check_workers(run: CrashRun) -> None:
+    """Workers ended, and of their groups only the samples that ran there were repeated."""
+    log = (run.folder / "logs" / "controller-0.log").read_text()
+    assert any(run.marks.iterdir()), "no worker ended"
+    assert re.search(r"sample \S+ is repeated", log), "no sample was repeated"
 
 
 def differing(one: dict[int, set[str]], other: dict[int, set[str]]) -> dict[int, tuple[set[str], set[str]]]:

@@ -7,6 +7,7 @@ everything, and started again by the launcher's rules: all trainer ranks togethe
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.sections.run import InFlight
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
 from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
@@ -28,6 +30,7 @@ from tests.support.distributed.spawn import forking
 from tests.support.e2e import crash_child
 from tests.support.engine.vllm_ext import stand_in
 from tests.support.paths import EXAMPLES
+from tests.support.rollout import gym_classes
 from tests.support.sizes import sample
 
 TRAINER_POINTS = (
@@ -59,6 +62,7 @@ NAME = "gsm8k"
 PROMPTS, ETA = 4, 2
 WITH_ANOTHER_SERVER, TOKEN_S = 40, 0.01
 """Steps of a run that goes on while a server is started again, and what slows it down, in seconds per token."""
+WORKFLOW = {"kind": "gym", "env": f"{gym_classes.__file__}:Mortal"}
 QUIET_S = 150.0
 SLOW_S = 1.0
 """Of a file on a disk that is slower than a step."""
@@ -80,7 +84,8 @@ class CrashRun:
 
     ``joined`` adapters have their own seeds and join through the desired state, in every life of a trainer again.
     ``most``: so many of the points, drawn by the commit. ``behind``: steps that training may be ahead of the disk. It
-    is then slower than a step, and the victim dies in the third step of a life.
+    is then slower than a step, and the victim dies in the third step of a life. With ``workers`` samples are episodes
+    of two turns in a worker process, which some of them end.
     """
 
     root: Path
@@ -89,12 +94,20 @@ class CrashRun:
     joined: int = 0
     most: int = 99
     behind: int = 0
+    in_flight: InFlight = "finish"
+    workers: bool = False
     kills: list[Kill] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
     def folder(self) -> Path:
-        return self.root / f"{self.victim}-{self.seed}-{self.joined}-{self.behind}"
+        how = f"{self.in_flight}{'-workers' * self.workers}"
+        return self.root / f"{self.victim}-{self.seed}-{self.joined}-{self.behind}-{how}"
+
+    @property
+    def marks(self) -> Path:
+        """One file for each problem that has ended a worker."""
+        return self.folder / "marks"
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -134,15 +147,17 @@ def execute(run: CrashRun) -> CrashRun:
             "weight_sync.probe_tolerance=1e9",
             "weight_sync.timeout_s=60",
             f"rollout.max_staleness={ETA}",
+            f"rollout.in_flight={run.in_flight}",
             f"checkpoint.max_behind={run.behind}",
             f"rollout.servers={2 if run.victim == 'server' else 1}",
             # Two ranks for the trainer's deaths: also one that is not rank 0 dies.
             *(() if run.victim == "trainer" else ("trainer.world_size=1", "trainer.ep=1")),
+            *((f"adapters.gsm8k.workflow={json.dumps(WORKFLOW | {'args': {'marks': str(run.marks)}})}",) * run.workers),
             *(("service={}", f"rollout.max_adapters={1 + run.joined}") if run.joined else ()),
         ],
     )
     config = resolve_targets(config, facts := gather_facts(config, runs_here=True))
-    for name in ("logs", "rendezvous", "status"):
+    for name in ("logs", "rendezvous", "status", run.marks.name):
         (run.folder / name).mkdir(parents=True)
     (run.folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(run.folder))

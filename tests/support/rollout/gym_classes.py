@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,23 @@ class Killed(Letters):
         if self.fatal and self.turns == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
+
+
+class Mortal(Problem):
+    """Ends its process with the second answer to one problem in eight, the first time; ``marks`` has those problems."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__()
+        self.marks = Path(marks)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        problem = zlib.crc32(self.problem.encode())
+        mark = self.marks / str(problem)
+        if self.turns == 2 and problem % 8 == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "More?", float(sum(digit in "13579" for digit in action)), False, self.turns == 2, {}
 
 
 class Grows(Letters):

@@ -143,7 +143,8 @@ class Simulation:
         versions, makers = (asked, newest), (maker, maker if newest == asked else self.held[newest])
         uniform = self.rng.random() < self.uniform
         wanted = self.judge.is_live(ticket)
-        accepted = self.feed.finish(ticket, episode(ticket, versions, uniform))
+        repeated = self.rng.random() < 0.5
+        accepted = self.feed.finish(ticket, episode(ticket, versions, uniform, repeated))
         # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
         assert accepted == wanted or (wanted and session != self.controller_session)
         if accepted:
@@ -307,8 +308,10 @@ class Simulation:
         )
 
 
-def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode:
-    def one(reward: float) -> Trajectory:
+def episode(ticket: Ticket, versions: tuple[int, int], uniform: bool, repeated: bool) -> Episode:
+    """Its tokens are of both ``versions``: of half of the samples if the others were ``repeated``, else of each."""
+
+    def one(reward: float, versions: tuple[int, int]) -> Trajectory:
         return Trajectory(
             uid=ticket.prompt.uid,
             sample=0,
@@ -317,6 +320,7 @@ def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode
             reward=reward,
         )
 
-    half = SAMPLES // 2
-    trajectories = (one(1.0),) * half + (one(1.0 if uniform else 0.0),) * half
+    half, (old, new) = SAMPLES // 2, versions
+    ways = ((old, old), (new, new)) if repeated else (versions, versions)
+    trajectories = (one(1.0, ways[0]),) * half + (one(1.0 if uniform else 0.0, ways[1]),) * half
     return Episode(group=TrajectoryGroup(uid=ticket.prompt.uid, trajectories=trajectories), texts=("",) * SAMPLES)

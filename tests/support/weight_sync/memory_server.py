@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from areal_lora.errors import AdapterError, ManifestError, PublishError
+from areal_lora.errors import AdapterError, ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.tls import Plane, authorized
 from areal_lora.processes.watched import reached, watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
@@ -26,7 +26,7 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.admin_client import RequestRelay
 from areal_lora.weight_sync.manifest import Announcement, ShardKeys, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.server.slot_table import ServedVersions
+from areal_lora.weight_sync.server.slot_table import ResidentVersion, ServedVersions
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
 from tests.support.weight_sync.https_server import AdminHttpsServer
 from tests.support.weight_sync.memory_writer import MemoryWriter, Shapes
@@ -107,22 +107,31 @@ class MemoryServer:
         return self.writers[worker].slots[self.held.resolve(str(ref)).slot]
 
     @contextlib.contextmanager
-    def lease(self, model: str, *, pinned: bool = False) -> Iterator[AdapterRef]:
+    def lease(
+        self, model: str, *, pinned: bool = False, or_newer: bool = False, incarnation: int | None = None
+    ) -> Iterator[ResidentVersion]:
         """Hold the version that ``model`` names; callable from any thread. Raises UnknownVersionError.
 
         ``pinned`` keeps the version for later requests: until a pinned request names another version of the
         adapter, or a publish finds no other slot.
         """
         with self._released:
-            resident = self.held.acquire(model, pinned=pinned)
+            resident = self.held.acquire(model, pinned=pinned, or_newer=or_newer, incarnation=incarnation)
             self._released.notify_all()  # a pin may have ended
         try:
-            yield resident.ref
+            yield resident
         finally:
             with self._released:
                 self.held.release(resident, math.inf if pinned else None)
                 self.held.retire_left()
                 self._released.notify_all()
+
+    def is_newest(self, resident: ResidentVersion) -> bool:
+        """Whether a rollout may stay on it. Raises UnknownVersionError if the trainer has lost it."""
+        with self._released:
+            if resident in self.held.left:
+                raise UnknownVersionError(f"{resident.ref} is lost: the trainer resumed from an older version")
+            return self.held.resolve(resident.ref.name) is resident
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """Answer one admin request with (status, body)."""

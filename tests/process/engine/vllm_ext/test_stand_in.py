@@ -153,6 +153,28 @@ def test_running_answers_go_on_with_a_new_version_where_the_policy_says_so(tiny_
         assert (cut["model"], pinned["model"]) == (str(new), str(old))
 
 
+@pytest.mark.slow
+def test_answers_on_a_lost_version_end_and_later_ones_are_of_the_next(tiny_model: Path, tmp_path: Path) -> None:
+    """The next session of the trainer resumes from an older version, and first makes one of the lost one's number."""
+    with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.1"}, in_flight="keep") as server:
+        server.publish(server.adapter(1))
+
+        async def run() -> tuple[AdapterRef, int, Any]:
+            lost = await asyncio.to_thread(server.publish, server.adapter(2))
+            async with aiohttp.ClientSession() as session:
+                body = {"model": str(lost), "prompt": PROMPT, "seed": 3, "max_tokens": 12}
+                asked = asyncio.create_task(server.post(session, **body))
+                await asyncio.sleep(0.2)
+                server.source.session += 1
+                await asyncio.to_thread(server.publish, server.adapter(3), lost.version)
+                return lost, *await asked
+
+        lost, _, answer = seen(lambda: asyncio.run(run()), lambda found: found[1] == 404)
+        assert f"{lost} is lost" in answer["error"]["message"]
+        (choice,) = ask(server, model="math@v0", return_columns=False)[1]["choices"]
+        assert set(choice["versions"]) == {lost.version}
+
+
 def errors(results: list[EvalResult]) -> list[str]:
     return [found.error for result in results for found in result.sets if found.error]
 

@@ -58,6 +58,7 @@ from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
 from areal_lora.types import AdapterRef, TokenColumns
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import served_shapes
+from areal_lora.weight_sync.server.slot_table import ResidentVersion
 from tests.support.paths import ROOT
 from tests.support.weight_sync.memory_server import MemoryServer
 
@@ -138,7 +139,7 @@ class StandInDataPlane:
     """Answer ``POST /v1/completions`` with the bodies of the real server."""
 
     def __init__(self, config: Config, server: MemoryServer) -> None:
-        self._server, self._interrupt = server, config.rollout.in_flight_policy != "finish"
+        self._server, self._changes = server, config.rollout.in_flight_policy != "finish"
         self._tokenizer = Tokenizer.from_file(str(Path(config.model.folder) / "tokenizer.json"))
         self._token_s = float(os.environ.get(TOKEN_S, "0"))
 
@@ -148,22 +149,24 @@ class StandInDataPlane:
     async def completions(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=CompletionBody)
-            with self._server.lease(body.model, pinned=body.pin_version) as ref:
-                return await self._complete(body, ref)
+            changes = self._changes and not body.pin_version
+            with self._server.lease(body.model, pinned=body.pin_version, or_newer=changes) as resident:
+                return await self._complete(body, resident, changes)
         except UnknownVersionError as e:
             return Response(error_body(404, str(e)), status_code=404, media_type="application/json")
         except msgspec.MsgspecError as e:
             return Response(error_body(400, str(e)), status_code=400, media_type="application/json")
 
-    async def _complete(self, body: CompletionBody, ref: AdapterRef) -> Response:
+    async def _complete(self, body: CompletionBody, resident: ResidentVersion, changes: bool) -> Response:
         prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in prompts_of(body.prompt)]
         if not all(prompts) or not prompts:
             raise msgspec.ValidationError("the prompt is empty")
         jobs = [(p, None if body.seed is None else body.seed + k) for p in prompts for k in range(body.n)]
-        choices = await asyncio.gather(*(self._choice(body, ref, i, *job) for i, job in enumerate(jobs)))
+        choices = await asyncio.gather(*(self._choice(body, resident, changes, i, *job) for i, job in enumerate(jobs)))
         n_out = sum(len(c.versions or c.columns or ()) for c in choices)
         n_in = sum(map(len, prompts))
         given = [v for c in choices for v in (c.columns.each_version.tolist() if c.columns else c.versions or ())]
+        ref = resident.ref
         newest = max([ref.version, *given])
         answer = AnswerBody(
             id="cmpl-0",
@@ -176,19 +179,23 @@ class StandInDataPlane:
         return Response(_encode(answer), media_type="application/json")
 
     async def _choice(
-        self, body: CompletionBody, ref: AdapterRef, index: int, prompt: list[int], seed: int | None
+        self, body: CompletionBody, on: ResidentVersion, changes: bool, index: int, prompt: list[int], seed: int | None
     ) -> CompletionChoice:
+        """With ``changes`` a token is of the newest version, and none comes after the loss of the one before."""
         reached("server.generating")
+        ref = on.ref
         rng = dice(prompt, None if body.temperature == 0 else seed, ref.version)
         text = solution(self._tokenizer.decode(prompt), rng)
         limit = 16 if body.max_tokens is None else body.max_tokens
         token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids[:limit]
-        versions = []
-        for _ in token_ids:
-            await asyncio.sleep(self._token_s)
-            active = [held for held in list(self._server.held.active) if held.name == ref.name]
-            newest = max(active, default=ref)
-            versions.append(newest.version if self._interrupt and not body.pin_version else ref.version)
+        versions = list[int]()
+        while len(versions) < len(token_ids):
+            with self._server.lease(str(on.ref), or_newer=changes, incarnation=on.incarnation) as on:
+                while len(versions) < len(token_ids):
+                    await asyncio.sleep(self._token_s)
+                    if changes and not self._server.is_newest(on):
+                        break
+                    versions.append(on.ref.version)
         row, n = prompt + token_ids, len(prompt)
         logprobs = {
             "token_logprobs": [
