@@ -18,7 +18,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from areal_lora.config import support
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
-from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.config.sizing.slots import (
+    adapter_capacity,
+    adapter_slots,
+    has_tenants,
+    kept_versions,
+    outer_is_shared,
+    served_targets,
+)
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
@@ -153,6 +160,7 @@ def _lora(config: Config, targets: list[str]) -> dict[str, Any]:
         "max_lora_rank": ranks[0],
         "max_loras": max_loras,
         "max_cpu_loras": max_loras,
+        "enable_moe_shared_loras": outer_is_shared(config),
         "lora_target_modules": vllm_modules(targets),
     }
 
