@@ -18,7 +18,7 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, source_ranks, version_bytes
-from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters
+from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slots
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
@@ -29,7 +29,6 @@ from areal_lora.network.addresses import WILDCARDS, on_loopback
 from areal_lora.obs.console import duration, human_bytes
 from areal_lora.rollout.ledger.reconcile import reconciliations
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.link.relays import MOST, form_s, relay_tree, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint
 
@@ -188,18 +187,10 @@ def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
     """The servers' slots, and what else would hold the experts' in less memory."""
     if config.rollout.adapter_mode == "merged":
         return
-    outer = [adapter.model_copy(update={"expert_layout": ExpertLayout.SHARED_OUTER}) for adapter in config.adapters]
-    apart = config.rollout.model_copy(update={"expert_parallel": True})
-    others = {
-        "rollout.expert_parallel=true": config.model_copy(update={"rollout": apart}),
-        "expert_layout=shared_outer": config.model_copy(update={"adapters": outer}),
-    }
-    each = slot_parameters(config, plan.shape)
-    sizes = {name: slot_parameters(other, plan.shape) for name, other in others.items()}
-    item = DTYPE_BYTES[config.model.dtype]
-    smaller = [f"{human_bytes(n * item)} with {name}" for name, n in sizes.items() if n < each]
-    line = f"Slots of a server: {slot_count(config)} of {human_bytes(each * item)} on each worker"
-    yield "; ".join([line, *smaller])
+    item, sizes = DTYPE_BYTES[config.model.dtype], smaller_slots(config, plan.shape)
+    each = human_bytes(slot_parameters(config, plan.shape) * item)
+    others = (f"; {human_bytes(n * item)} with {change}" for change, n in sizes.items())
+    yield "".join([f"Slots of a server: {slot_count(config)} of {each} on each worker", *others])
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:

@@ -34,7 +34,6 @@ from areal_lora.algorithms.alignment import after_change, is_shifted, shift_vote
 from areal_lora.algorithms.mismatch import ServerScores
 from areal_lora.errors import PublishError
 from areal_lora.processes.log import get_logger
-from areal_lora.trainer.learn import measures_causes
 from areal_lora.types import AdapterRef, TrainBatch
 from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.messages import ServerEndpoint
@@ -72,11 +71,15 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedTokens:
-    """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them."""
+    """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them.
+
+    ``causes``: its step measures causes.
+    """
 
     version: int
     at: list[int]
     scores: ServerScores
+    causes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +210,7 @@ def rescore(
     return AuditedTokens(
         version=current.version,
         at=[excerpt.start + t for excerpt, _ in compared for t in excerpt.at],
+        causes=base,
         scores=ServerScores(
             recorded=recorded,
             kept=kept,
@@ -251,7 +255,7 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
         gap=total / tokens if tokens else None,
         silent_steps=audits[-1].silent_steps,
         took_s=sum(a.took_s for a in audits),
-        rescored=max(scores, key=lambda its: measures_causes(its.version), default=None),
+        rescored=max(scores, key=lambda its: its.causes, default=None),
         error=next((a.error for a in audits if a.error), ""),
         missing="; ".join(a.missing for a in audits if a.missing),
     )

@@ -86,6 +86,18 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     return total
 
 
+def smaller_slots(config: Config, shape: ModelShape) -> dict[str, int]:
+    """`slot_parameters` with each change of the configuration that lowers it."""
+    outer = [adapter.model_copy(update={"expert_layout": ExpertLayout.SHARED_OUTER}) for adapter in config.adapters]
+    apart = config.rollout.model_copy(update={"expert_parallel": True})
+    others = {
+        "rollout.expert_parallel=true": config.model_copy(update={"rollout": apart}),
+        "expert_layout=shared_outer": config.model_copy(update={"adapters": outer}),
+    }
+    sizes = {change: slot_parameters(other, shape) for change, other in others.items()}
+    return {change: size for change, size in sizes.items() if size < slot_parameters(config, shape)}
+
+
 def slot_count(config: Config) -> int:
     """Slots that vLLM allocates: on CPUs one more than are used stays empty."""
     return adapter_slots(config) + (config.cluster.device == "cpu")

@@ -345,11 +345,8 @@ def test_servers_with_merged_weights_have_the_version_in_training_only(in_flight
     assert scores.current.tolist() == pytest.approx([logprob(NOW, row) for row in rows])
 
 
-def test_scores_of_a_step_that_measures_causes_are_neither_left_out_nor_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scores_of_a_step_that_measures_causes_are_neither_left_out_nor_replaced() -> None:
     measured, plain, go_on = REF, replace(REF, version=NOW - 1), threading.Event()
-    monkeypatch.setattr(auditing, "measures_causes", lambda version: version == NOW)
 
     def slow(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
         assert go_on.wait(120.0)
