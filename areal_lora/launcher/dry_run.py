@@ -18,7 +18,7 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, source_ranks, version_bytes
-from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slots
+from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
@@ -184,13 +184,13 @@ def _groups(config: Config, plan: JobPlan) -> str:
 
 
 def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
-    """The servers' slots, and what else would hold the experts' in less memory."""
+    """The servers' slots, and what `rollout.expert_parallel` would make of them."""
     if config.rollout.adapter_mode == "merged":
         return
-    item, sizes = DTYPE_BYTES[config.model.dtype], smaller_slots(config, plan.shape)
-    each = human_bytes(slot_parameters(config, plan.shape) * item)
-    others = (f"; {human_bytes(n * item)} with {change}" for change, n in sizes.items())
-    yield "".join([f"Slots of a server: {slot_count(config)} of {each} on each worker", *others])
+    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"expert_parallel": True})})
+    each, other = (slot_parameters(one, plan.shape) * DTYPE_BYTES[config.model.dtype] for one in (config, apart))
+    smaller = f"; {human_bytes(other)} with rollout.expert_parallel=true" if other < each else ""
+    yield f"Slots of a server: {slot_count(config)} of {human_bytes(each)} on each worker{smaller}"
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:

@@ -112,12 +112,10 @@ CASES = [("fsdp", "float32"), ("fsdp", "bfloat16"), ("megatron", "bfloat16")]
 
 @pytest.mark.parametrize(("engine", "dtype"), sample(CASES, 1, lambda case: {*case} & {"fsdp", "bfloat16"}))
 def test_given_answers_and_then_rollouts(tmp_path: Path, engine: str, dtype: str) -> None:
-    """A base in bfloat16 needs no other key. With FSDP experts share the outer sides, of which slots have one."""
-    fsdp = ["adapters.gsm8k.expert_layout=shared_outer"] if engine == "fsdp" else []
+    """A base in bfloat16 needs no other key."""
     folder = run(
         tmp_path,
         *configs(*(["embedded_fsdp"] if engine == "fsdp" else []), "sft"),
-        *fsdp,
         f"model.dtype={dtype}",
         "run.steps=5",
         "eval.every_steps=0",

@@ -25,8 +25,7 @@ from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import ModelShape
-from areal_lora.families.sites import distinct, linear_sites, pieces_of
-from areal_lora.types import ExpertLayout
+from areal_lora.families.sites import linear_sites, pieces_of
 
 
 def adapter_capacity(config: Config) -> int:
@@ -54,13 +53,6 @@ def adapter_slots(config: Config) -> int:
     return adapters + 2 + rollout.max_staleness * holders
 
 
-def outer_is_shared(config: Config) -> bool:
-    """Whether slots have one lora_A of gate and up, and one lora_B of down, for all experts of a layer: no adapter of
-    the run has several; joining ones may.
-    """
-    return config.service is None and all(a.expert_layout is not ExpertLayout.PER_EXPERT for a in config.adapters)
-
-
 def slot_parameters(config: Config, shape: ModelShape) -> int:
     """Parameters of one adapter slot of a worker: all projections apart, padded to the largest rank.
 
@@ -69,7 +61,6 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     row-parallel one are whole on every worker; expert parallel divides the experts.
     """
     r, total = config.rollout, 0
-    layout = ExpertLayout.SHARED_OUTER if outer_is_shared(config) else ExpertLayout.PER_EXPERT
     for key in linear_sites(shape):
         if not key.covered(served_targets(config)):
             continue
@@ -81,21 +72,8 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
             outputs //= size
         else:
             inputs //= size
-        n_a, n_b = distinct(layout, key.linear, modules) if routed else (1, 1)
-        total += r.max_lora_rank * (len(pieces) * n_a * inputs + n_b * outputs)
+        total += r.max_lora_rank * modules * (len(pieces) * inputs + outputs)
     return total
-
-
-def smaller_slots(config: Config, shape: ModelShape) -> dict[str, int]:
-    """`slot_parameters` with each change of the configuration that lowers it."""
-    outer = [adapter.model_copy(update={"expert_layout": ExpertLayout.SHARED_OUTER}) for adapter in config.adapters]
-    apart = config.rollout.model_copy(update={"expert_parallel": True})
-    others = {
-        "rollout.expert_parallel=true": config.model_copy(update={"rollout": apart}),
-        "expert_layout=shared_outer": config.model_copy(update={"adapters": outer}),
-    }
-    sizes = {change: slot_parameters(other, shape) for change, other in others.items()}
-    return {change: size for change, size in sizes.items() if size < slot_parameters(config, shape)}
 
 
 def slot_count(config: Config) -> int:

@@ -198,9 +198,8 @@ class Matrix:
 
     ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
     of which this is entry ``index`` of the second dimension; None where another worker holds it
-    (expert parallel), or where the entry of the worker's first expert serves all of them, as with ``shared``
-    experts the sides that face the hidden state do. The part is ``start`` onwards of an in- or output
-    dimension that is ``full`` long (tensor parallel).
+    (expert parallel). The part is ``start`` onwards of an in- or output dimension that is ``full``
+    long (tensor parallel).
     """
 
     name: str
@@ -208,7 +207,6 @@ class Matrix:
     index: int
     start: int
     full: int
-    shared: bool = False
 
     @property
     def is_a(self) -> bool:
@@ -279,9 +277,8 @@ def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Mat
         a, b, inputs, outputs = rows[i % 3]
         index = local[i // 3]
         for suffix, stacked, (start, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
-            held = stacked if 0 <= index < stacked.shape[1] else None
-            at = {"index": max(index, 0), "start": start, "full": full}
-            yield Matrix(name=part + suffix, stacked=held, shared=module.enable_moe_shared_loras, **at)
+            held = stacked if index >= 0 else None
+            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), start=start, full=full)
 
 
 def enable_slots(worker: Any) -> None:

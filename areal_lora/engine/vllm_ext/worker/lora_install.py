@@ -19,7 +19,7 @@ from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
 from areal_lora.platforms.device import lane_of
 from areal_lora.processes.watched import renamed
-from areal_lora.types import AdapterStructure, ExpertLayout
+from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.link.inbox import BucketBytes
@@ -71,10 +71,7 @@ class StackedSlotWriter:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self.max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
-        self._dtype, self._shared = (
-            held_dtype({t.dtype for t in stacks.values()}),
-            any(m.shared for m in self._matrices.values()),
-        )
+        self._dtype = held_dtype({t.dtype for t in stacks.values()})
         self._stacks = sorted(stacks.values(), key=torch.Tensor.data_ptr)
         self._n_slots = self._stacks[0].shape[0]
         self.device = self._stacks[0].device
@@ -95,9 +92,6 @@ class StackedSlotWriter:
                 f"the adapter has rank {structure.max_rank}, this server holds up to {self.max_rank}; "
                 "raise rollout.max_lora_rank",
             )
-        if self._shared and structure.expert_layout is ExpertLayout.PER_EXPERT:
-            reason = "its experts differ where the slots of this server have one matrix for all of a layer"
-            raise ManifestError(RefusalReason.TARGETS, f"{reason}; use expert_layout shared_outer")
         check_targets(self.modules, structure)
         return served_shapes(self.modules, structure)
 

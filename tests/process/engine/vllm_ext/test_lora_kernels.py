@@ -31,9 +31,6 @@ EXPERTS = {
     "experts ep 4": "_fused_moe_lora_one_shot_kernel",
     "experts tp 2": "_fused_moe_lora_one_shot_kernel",
     "experts tp 4": "_fused_moe_lora_one_shot_kernel",
-    "experts outer shared": "_fused_moe_lora_one_shot_kernel",
-    "experts outer shared ep 2": "_fused_moe_lora_one_shot_kernel",
-    "experts outer shared tp 2": "_fused_moe_lora_one_shot_kernel",
     "experts rank 256": "_fused_moe_lora_kernel",
     "experts rank 256 unsorted": "_fused_moe_lora_kernel",
     "experts rank 256 descriptors": "_fused_moe_lora_kernel",
@@ -46,8 +43,7 @@ NEWER = "0.33.0"
 
 
 def kind(case: str) -> set[str]:
-    outer, shards = "outer" * ("outer" in case), "shards" * (" tp " in case or " ep " in case)
-    return {case.split()[0], "rank 256" * ("rank" in case), outer, shards}
+    return {case.split()[0], "rank 256" * ("rank" in case), "shards" * (" tp " in case or " ep " in case)}
 
 
 CASES = [*sample(sorted(DENSE | set(EXPERTS)), 0, kind), "whole", *(f"fault: {fault}" for fault in sorted(FAULTS))]

@@ -6,17 +6,14 @@ vLLM's LoRA layers for GPUs are built around base layers that have sizes only. T
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from areal_lora.errors import AdapterError, ManifestError
-from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.errors import AdapterError
+from areal_lora.types import AdapterSpec
 from tests.support.engine.vllm_ext.lora_layers import (
     MOE,
     TARGETS,
@@ -72,33 +69,17 @@ def all_modules(tp: int, ep: int, rank: int) -> dict[str, Any]:
     }
 
 
-def outer_of_first(names: Iterable[str]) -> dict[str, str]:
-    """What the experts share in a ``shared_outer`` adapter, by name, and the first expert's name of it."""
-    outer = [n for n in names if ".experts." in n and n.endswith("lora_A.weight") != ("down_proj" in n)]
-    return {n: first for n in outer if (first := re.sub(r"experts\.\d+", "experts.0", n)) != n}
-
-
-@pytest.mark.parametrize("layout", [ExpertLayout.PER_EXPERT, ExpertLayout.SHARED_OUTER])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)])
-def test_every_worker_holds_what_vllm_would_slice(tp: int, ep: int, layout: ExpertLayout) -> None:
+def test_every_worker_holds_what_vllm_would_slice(tp: int, ep: int) -> None:
     from areal_lora.engine.vllm_ext.compat.weights import bound_matrices
 
-    outer = layout is ExpertLayout.SHARED_OUTER
-    spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS, expert_layout=layout)
-    sizes = replace(SIZES, shared_outer=outer)
+    spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=RANK, target_modules=TARGETS)
     for rank in range(tp):
-        ours, theirs = (made(sizes, all_modules(tp, ep, rank)) for _ in range(2))
+        ours, theirs = (made(SIZES, all_modules(tp, ep, rank)) for _ in range(2))
         writer = lora_install.StackedSlotWriter(bound_matrices(worker_with(ours, PACKED)), SIZES.max_rank)
         full = numbered(writer.expected(spec))
         assert len(full) == 2 * (8 + 3 * SIZES.experts), "q k v o, gate up down, one plain column, the experts"
-        aliases = outer_of_first(full) if outer else {}
-        full |= {name: full[first] for name, first in aliases.items()}
-        wire = {name: tensor for name, tensor in full.items() if name not in aliases}
-        install(writer, SLOT, layout_of(wire, spec, aliases=aliases), wire)
-        if outer:
-            assert {s.shape[1] for s in stacks(ours[MOE])} == {1, SIZES.experts // ep}
-            with pytest.raises(ManifestError, match="its experts differ"):
-                writer.expected(replace(spec, expert_layout=ExpertLayout.PER_EXPERT))
+        install(writer, SLOT, layout_of(full, spec), full)
         set_as_vllm(theirs, full, ep, rank if ep > 1 else 0)
         for name in ours:
             for mine, reference in zip(stacks(ours[name]), stacks(theirs[name]), strict=True):

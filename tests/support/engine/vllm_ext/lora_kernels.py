@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,6 @@ MANY_SLOTS = LayerSizes(hidden=96, head=8, ffn=160, expert_ffn=48, max_rank=16, 
 LARGE_RANK = LayerSizes(hidden=96, head=8, ffn=160, expert_ffn=48, max_rank=128, slots=16)
 TWO_KERNELS = LayerSizes(hidden=96, head=8, ffn=160, expert_ffn=48, max_rank=256, slots=4)
 TWO_UNSORTED = LayerSizes(hidden=96, head=8, ffn=160, expert_ffn=48, max_rank=256, slots=16)
-OUTER = replace(SMALL, shared_outer=True)
 Errors = dict[str, float]
 
 
@@ -77,11 +76,12 @@ class Adapter:
     """An adapter as the trainer lays it out; ``delta`` is its product in float64."""
 
     def __init__(
-        self, sizes: LayerSizes, seed: int, dtype: str, layout: str | None = None, random: bool = False, **spec: Any
+        self, sizes: LayerSizes, seed: int, dtype: str, layout: str = "per_expert", random: bool = False, **spec: Any
     ) -> None:
         self.sizes = sizes
-        experts = ExpertLayout(layout or ("shared_outer" if sizes.shared_outer else "per_expert"))
-        self.spec = AdapterSpec(name=f"a{seed}", base_model="m", target_modules=TARGETS, expert_layout=experts, **spec)
+        self.spec = AdapterSpec(
+            name=f"a{seed}", base_model="m", target_modules=TARGETS, expert_layout=ExpertLayout(layout), **spec
+        )
         shape = ModelShape.from_hf(published(sizes))
         one_rank = ParallelLayout.of(TrainerConfig(world_size=1), layers=shape.layers, experts=shape.experts)
         self.layout = wire_layout(ShardedModel(shape=shape, layout=one_rank), self.spec, dtype)
@@ -409,9 +409,6 @@ CASES: Mapping[str, Callable[[], Errors]] = {
     "experts ep 4": lambda: experts(SMALL, "bfloat16", 40, ep=4),
     "experts tp 2": lambda: experts(SMALL, "bfloat16", 40, tp=2),
     "experts tp 4": lambda: experts(SMALL, "bfloat16", 40, tp=4),
-    "experts outer shared": lambda: experts(OUTER, "float32", 40),
-    "experts outer shared ep 2": lambda: experts(OUTER, "bfloat16", 40, ep=2),
-    "experts outer shared tp 2": lambda: experts(OUTER, "bfloat16", 40, tp=2),
     "experts rank 256": lambda: two_kernels(TWO_KERNELS, 24, tma=False),
     "experts rank 256 unsorted": lambda: two_kernels(TWO_UNSORTED, 4, tma=False),
     "experts rank 256 descriptors": lambda: two_kernels(TWO_KERNELS, 24, tma=True),

@@ -24,7 +24,6 @@ class LayerSizes:
     expert_ffn: int = 8
     max_rank: int = 4
     slots: int = 3
-    shared_outer: bool = False
 
 
 def base(kind: Any, **values: Any) -> Any:
@@ -129,7 +128,7 @@ def lora_config(sizes: LayerSizes, dtype: torch.dtype) -> Any:
         max_cpu_loras=sizes.slots,
         lora_dtype=dtype,
         fully_sharded_loras=False,
-        enable_moe_shared_loras=sizes.shared_outer,
+        enable_moe_shared_loras=False,
         specialize_active_lora=False,
     )
 

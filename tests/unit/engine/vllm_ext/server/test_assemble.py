@@ -44,18 +44,10 @@ def test_what_other_keys_decide_is_refused_as_a_further_argument() -> None:
     """Each argument that differs from vLLM's default without ``rollout.engine_args``, but for those of CPUs."""
     of_cpus = {"enforce_eager", "block_size", "enable_chunked_prefill", "scheduler_cls", "distributed_executor_backend"}
     of_cpus.add("additional_config")
-    ours = vars(args_of("rollout.kv_cache_gib=1", "adapters.0.expert_layout=shared_outer"))
-    defaults = vars(assemble.AsyncEngineArgs(model=""))
+    ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(assemble.AsyncEngineArgs(model=""))
     decided = {name for name in ours if ours[name] != defaults[name]} - of_cpus
     assert decided >= {"model", "dtype", "max_loras", "worker_extension_cls"}
     assert decided <= ENGINE_ARGS.keys() <= defaults.keys()
-
-
-def test_slots_have_one_outer_side_where_no_adapter_has_several() -> None:
-    """Adapters that join may have several."""
-    outer = "adapters.0.expert_layout=shared_outer"
-    found = [args_of(*each).enable_moe_shared_loras for each in ([], [outer], [outer, "service={}"])]
-    assert found == [False, True, False]
 
 
 def test_further_arguments_reach_vllm() -> None:
