@@ -18,12 +18,12 @@ class ServerScores:
     """Log-probabilities [n] of the same tokens on the side of the servers, over the whole vocabulary but for ``kept``.
 
     As ``recorded``, and the same over the ids that sampling ``kept``; by a server under the version that ``sampled``
-    each token, under the ``current`` one, and of the ``base`` (None: it has none any more).
+    each token, under the ``current`` one, and of the ``base`` (None: no server has all of those versions, or the base).
     """
 
     recorded: Tensor
     kept: Tensor
-    sampled: Tensor
+    sampled: Tensor | None
     current: Tensor
     base: Tensor | None = None
 
@@ -74,8 +74,8 @@ def chain(server: ServerScores, trainer: TrainerScores) -> dict[str, tuple[Tenso
     pairs = {
         "flips": (server.kept, trainer.own),
         "truncation": (server.kept, None if trainer.whole is trainer.trained else trainer.trained),
-        "record": (server.recorded, trainer.whole),
-        "staleness": (server.sampled, trainer.whole),
+        "record": (server.recorded, None if server.sampled is None else trainer.whole),
+        "staleness": (server.recorded if server.sampled is None else server.sampled, trainer.whole),
         "adapter": (server.current, None if rest is policies else trainer.whole),
         "weights": (rest[0], None if served is None else rest[1]),
         "numerics": (rest[0], rest[1] if served is None else served),

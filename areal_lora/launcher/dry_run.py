@@ -18,9 +18,9 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, source_ranks, version_bytes
-from areal_lora.config.sizing.slots import has_tenants
+from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters
 from areal_lora.config.sizing.what_if import what_if
-from areal_lora.families.shape import ModelShape, base_bytes
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, PAGE, REMOTE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
@@ -47,7 +47,7 @@ def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = 
     for line in _adapters(config, plan.shape):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_memory(plan))
-    for line in (*_publishes(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
+    for line in (*_publishes(config, plan), *_slots(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
         console.print(line, markup=False, soft_wrap=True)
     if config.cluster.kind == "slurm":
         console.print("\n[bold]Batch script[/bold]")
@@ -181,6 +181,16 @@ def _groups(config: Config, plan: JobPlan) -> str:
         touched = f", one group of at most {MOST} servers each time"
     seconds = f"about {form_s(tree, sources):.2f} s, at most {config.weight_sync.form_s:g} s"
     return f"Broadcast groups: {which}; formed at once, in {seconds}, and again when servers join or leave{touched}"
+
+
+def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
+    """The servers' slots, and what `rollout.expert_parallel` would make of them."""
+    if config.rollout.adapter_mode == "merged":
+        return
+    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"expert_parallel": True})})
+    each, other = (slot_parameters(one, plan.shape) * DTYPE_BYTES[config.model.dtype] for one in (config, apart))
+    smaller = f"; {human_bytes(other)} with rollout.expert_parallel=true" if other < each else ""
+    yield f"Slots of a server: {slot_count(config)} of {human_bytes(each)} on each worker{smaller}"
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:

@@ -13,9 +13,10 @@ is right, and the mismatch's part ``record`` is what the caches change.
 Servers score in the whole distribution. Where sampling truncates it, records are brought to the whole one for this
 (`TokenColumns.log_mass`).
 
-The training step never waits for a server: a batch whose predecessor is still compared is not audited. If a server is
-lost or has retired the version, or a comparison fails otherwise, the excerpt is not compared. The step's record counts
-such steps (`Audit.silent_steps`).
+The training step never waits for a server: a batch whose predecessor is still compared is not audited, or, in a step
+that measures causes, after it. If a server is lost or has retired the version, or a comparison fails otherwise, the
+excerpt is not compared. The step's record counts such steps (`Audit.silent_steps`). The mismatch's parts need scores
+under version k only; merged weights are one version, so with them ``record`` is part of ``staleness``.
 """
 
 import random
@@ -70,11 +71,15 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedTokens:
-    """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them."""
+    """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them.
+
+    ``causes``: its step measures causes.
+    """
 
     version: int
     at: list[int]
     scores: ServerScores
+    causes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +144,13 @@ def audit(
         by_ref.setdefault(excerpt.ref, []).append(excerpt)
     compared: list[tuple[Excerpt, list[float]]] = []
     missing: list[str] = []
+    lost: list[Excerpt] = []
     for ref, mine in by_ref.items():
         try:
             scored = score(ref, [e.token_ids for e in mine])
         except PublishError as e:
             missing.append(f"{ref}: {e}")
+            lost += mine
             continue
         compared += zip(mine, scored, strict=True)
     gaps: dict[int, list[float]] = {}
@@ -161,21 +168,22 @@ def audit(
         mine_, theirs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (scores, excerpt.recorded))
         votes.update({name: int(n) for name, n in shift_votes(mine_, theirs, mask).items()})
     error = _contradiction(gaps, votes, limit)
+    known = [*compared, *((excerpt, excerpt.recorded) for excerpt in lost if excerpt.ref != current)]
     return Audit(
         tokens=len(every),
         gap=fmean(every) if every else None,
         missing="; ".join(missing),
         error=error,
-        rescored=rescore(compared, score, current, base=base) if current and compared and not error else None,
+        rescored=rescore(known, score, current, base=base, whole=not lost) if current and known and not error else None,
     )
 
 
 def rescore(
-    compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef, *, base: bool
+    compared: Sequence[tuple[Excerpt, list[float]]], score: Score, current: AdapterRef, *, base: bool, whole: bool
 ) -> AuditedTokens | None:
     """Score excerpts, each with its scores under its own version, under ``current``; None if no server does.
 
-    With ``base`` also under that, where a server has one.
+    With ``base`` also under that, where a server has one. Not ``whole``: some have their record in place of scores.
     """
     longest: dict[int, list[int]] = {}
     for excerpt, _ in compared:
@@ -202,8 +210,13 @@ def rescore(
     return AuditedTokens(
         version=current.version,
         at=[excerpt.start + t for excerpt, _ in compared for t in excerpt.at],
+        causes=base,
         scores=ServerScores(
-            recorded=recorded, kept=kept, sampled=sampled, current=now, base=bare_scores if of_base else None
+            recorded=recorded,
+            kept=kept,
+            sampled=sampled if whole else None,
+            current=now,
+            base=bare_scores if of_base else None,
         ),
     )
 
@@ -228,18 +241,21 @@ def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int]
 
 
 def _merged(audits: Sequence[Audit]) -> Audit | None:
-    """Merge several audits into one, with the first error; None for no audits."""
+    """Merge several audits into one, with the first error, and scores of a step that measures causes if there are any;
+    None for no audits.
+    """
     if not audits:
         return None
     tokens = sum(a.tokens for a in audits)
     total = sum(a.tokens * a.gap for a in audits if a.gap is not None)
+    scores = [audit.rescored for audit in audits if audit.rescored]
     return Audit(
         adapter=audits[-1].adapter,
         tokens=tokens,
         gap=total / tokens if tokens else None,
         silent_steps=audits[-1].silent_steps,
         took_s=sum(a.took_s for a in audits),
-        rescored=audits[-1].rescored,
+        rescored=max(scores, key=lambda its: its.causes, default=None),
         error=next((a.error for a in audits if a.error), ""),
         missing="; ".join(a.missing for a in audits if a.missing),
     )
@@ -262,7 +278,7 @@ class Auditor:
         self._changed, self._closed = threading.Condition(), False
         self._clients: dict[ServerEndpoint, AdminClient] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        self._running: Future[Audit] | None = None
+        self._running: list[Future[Audit]] = []
         self._ended: list[Audit] = []
         self._silent_steps = 0
 
@@ -273,13 +289,15 @@ class Auditor:
             self._changed.notify_all()
 
     def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float, *, base: bool) -> None:
-        """Start the audit of the ``batch`` that trains ``ref``, unless another one is running. ``base``: `audit`."""
+        """Start the audit of the ``batch`` that trains ``ref``, unless another one is running; with ``base`` (`audit`)
+        behind that.
+        """
         self._take(wait=False)
-        if self._running is not None:
+        if self._running and not base:
             self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
             return
         excerpts = choose(batch, ref.name, ref.version, self._max_tokens, self._kept_caches)
-        self._running = self._pool.submit(self._audit, ref, excerpts, temperature, base)
+        self._running.append(self._pool.submit(self._audit, ref, excerpts, temperature, base))
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:
         """Return the merged audits of ``name`` that ended since its last call, or None.
@@ -300,9 +318,8 @@ class Auditor:
             client.close()
 
     def _take(self, *, wait: bool) -> None:
-        if self._running is not None and (wait or self._running.done()):
-            self._keep(self._running.result())
-            self._running = None
+        while self._running and (wait or self._running[0].done()):
+            self._keep(self._running.pop(0).result())
 
     def _keep(self, audit: Audit) -> None:
         self._silent_steps = 0 if audit.tokens else self._silent_steps + 1
@@ -330,7 +347,7 @@ class Auditor:
             self._clients.pop(left).close()
 
         def score(ref: AdapterRef | None, token_ids: list[list[int]]) -> list[list[float]]:
-            if ref == current:  # its publish may be in progress
+            if ref == current and self._servers:  # its publish may be in progress
                 self._wait_for(current, deadline - time.monotonic())
             reasons, servers = [], self._servers
             first = (ref or current).version % max(1, len(servers))

@@ -13,7 +13,7 @@ from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
-from areal_lora.types import AdapterStructure, ExpertLayout
+from areal_lora.types import ExpertLayout
 
 MIB = 2**20
 GIB = 2**30
@@ -305,27 +305,10 @@ def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> 
     return numbers * DTYPE_BYTES[config.model.dtype]
 
 
-def slot_parameters(config: Config, shape: ModelShape) -> int:
-    """Parameters of one adapter slot of a server: all projections apart, padded to the largest rank.
-
-    vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
-    one of the adapters has a target: a slot fits all of them.
-    """
-    rank, targets = config.rollout.max_lora_rank, slots.served_targets(config)
-    largest = AdapterStructure(rank=rank, alpha=1.0, target_modules=targets)
-    return adapter_size(shape, largest).file_parameters
-
-
-def slot_count(config: Config) -> int:
-    """Slots that vLLM allocates: on CPUs one more than are used stays empty."""
-    return slots.adapter_slots(config) + (config.cluster.device == "cpu")
-
-
 def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
 
-    - Weights are divided by tp. Slots: lora_A of a column-parallel layer is whole on every worker; counted as half
-      of a slot.
+    - Weights are divided by tp. Slots: `slots.slot_parameters`.
     - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`),
       not a fixed need.
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
@@ -337,7 +320,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
     item = DTYPE_BYTES[config.model.dtype]
     merged = rollout.adapter_mode == "merged"
-    held_slots = 0 if merged else slot_count(config) * slot_parameters(config, shape) * item
+    held_slots = 0 if merged else slots.slot_count(config) * slots.slot_parameters(config, shape) * item
     tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len)
     width = max(shape.ffn if shape.dense_layers else 0, shape.experts_per_token * shape.expert_ffn)
     step = tokens * (4 * shape.hidden + 3 * width // tp) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
@@ -348,13 +331,12 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
         kv = int((rollout.kv_cache_gib or DEFAULT_KV_GIB) * GIB)
         return (
             Part("base weights", host=weights),
-            Part("adapter slots", host=held_slots),
+            Part("adapter slots", host=held_slots * tp),
             Part("KV cache", host=kv),
             Part("activations", host=step * tp),
             Part(STAGING, host=staging * tp + version),
             Part("process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
         )
-    held = (held_slots - held_slots // 2) // tp + held_slots // 2
     over_host = slots.broadcast_backend(config) == "gloo"
     uploaded = 0 if merged else staging // STAGING_BUFFERS
     on_device = (uploaded if over_host else staging) + (0 if merged else MEASURED)
@@ -362,7 +344,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     graphs = 0 if rollout.engine_args.get("enforce_eager") else GPU_GRAPHS
     return (
         Part("base weights", device=weights // tp),
-        Part("adapter slots", device=held),
+        Part("adapter slots", device=held_slots),
         Part("KV cache" if rollout.kv_cache_gib else LEAST_KV, device=kv_part(config, shape)),
         Part("activations", device=step),
         Part(STAGING, device=on_device, host=on_host * tp),

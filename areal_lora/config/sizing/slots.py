@@ -23,6 +23,9 @@ from itertools import accumulate, pairwise
 from areal_lora.config.models import AdapterConfig, ClientWorkflowConfig, Config
 from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.errors import ConfigError
+from areal_lora.families.family import COLUMN_PARALLEL, Scope
+from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import linear_sites, pieces_of
 
 
 def adapter_capacity(config: Config) -> int:
@@ -48,6 +51,34 @@ def adapter_slots(config: Config) -> int:
         return 2
     holders = adapters if rollout.in_flight == "finish" else 1
     return adapters + 2 + rollout.max_staleness * holders
+
+
+def slot_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters of one adapter slot of a worker: all projections apart, padded to the largest rank.
+
+    vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
+    one of the adapters has a target: a slot fits all of them. With tp lora_A of a column-parallel layer and lora_B of a
+    row-parallel one are whole on every worker; expert parallel divides the experts.
+    """
+    r, total = config.rollout, 0
+    for key in linear_sites(shape):
+        if not key.covered(served_targets(config)):
+            continue
+        routed, pieces = key.scope is Scope.EXPERT, pieces_of(shape, key)
+        whole = routed and r.expert_parallel
+        size, modules = 1 if whole else r.tp, shape.experts // (r.tp if whole else 1) if routed else 1
+        inputs, outputs = pieces[0].in_features, sum(p.out_features for p in pieces)
+        if key.linear in COLUMN_PARALLEL:
+            outputs //= size
+        else:
+            inputs //= size
+        total += r.max_lora_rank * modules * (len(pieces) * inputs + outputs)
+    return total
+
+
+def slot_count(config: Config) -> int:
+    """Slots that vLLM allocates: on CPUs one more than are used stays empty."""
+    return adapter_slots(config) + (config.cluster.device == "cpu")
 
 
 def kept_versions(config: Config) -> int:

@@ -57,6 +57,22 @@ def test_one_adapter_has_no_such_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "end"),
+    [
+        # In bfloat16, at rank 32: 48 layers of 128 experts (2048 inputs, 768 between), and attention. tp 2 divides what
+        # is between, expert parallel the experts.
+        ([], "5 of 2.91 GB on each worker; 1.70 GB with rollout.expert_parallel=true"),
+        (["rollout.expert_parallel=true"], "5 of 1.70 GB on each worker"),
+        (["rollout.tp=1"], "5 of 3.38 GB on each worker"),
+    ],
+)
+def test_slots_and_what_would_make_them_smaller(overrides: list[str], end: str) -> None:
+    lines = printed(load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], overrides))
+    [found] = [line for line in lines if line.startswith("Slots of a server: ")]
+    assert found == f"Slots of a server: {end}"
+
+
+@pytest.mark.parametrize(
     ("tp", "nodes", "groups", "end"),
     [
         # 32 hosts: a group for each of 64 expert-parallel ranks; 64 x 0.4 ms + 64 x 256 x 0.14 ms.

@@ -323,13 +323,53 @@ def test_without_a_server_of_the_version_in_training_the_comparison_stands() -> 
     assert found.tokens > 60
 
 
-def test_servers_with_merged_weights_have_no_base() -> None:
-    def merged(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
-        return server(0.0)(ref, rows) if ref else []
+@pytest.mark.parametrize("in_flight", ["interrupt", "finish"])
+def test_servers_with_merged_weights_have_the_version_in_training_only(in_flight: str) -> None:
+    """Which is enough for the mismatch's parts, but for that of wrong records."""
 
-    found = audit(choose(batch(1, "interrupt"), "math", 1), merged, FP32[0], REF, base=True)
+    def merged(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
+        return server(0.0, range(NOW, NOW + 1))(ref, rows) if ref else []
+
+    made = batch(1, in_flight)
+    excerpts = choose(made, "math", 1)
+    found = audit(excerpts, merged, FP32[0], REF, base=True)
+    assert found.tokens == sum(len(e.at) for e in excerpts if e.ref == REF)
+    assert f"math@v{NOW - ETA} is not here" in found.missing
     assert found.rescored is not None
-    assert found.rescored.scores.base is None
+    at, scores = found.rescored.at, found.rescored.scores
+    assert len(set(at)) == len(at) == sum(len(e.at) for e in excerpts), "tokens of every version"
+    assert (scores.sampled, scores.base) == (None, None)
+    assert scores.recorded.tolist() == pytest.approx(made.rollout_logprobs[at].tolist())
+    starts = made.cu_seqlens.tolist()
+    rows = [made.token_ids[max(s for s in starts if s <= t) : t + 1].tolist() for t in at]
+    assert scores.current.tolist() == pytest.approx([logprob(NOW, row) for row in rows])
+
+
+def test_scores_of_a_step_that_measures_causes_are_neither_left_out_nor_replaced() -> None:
+    measured, plain, go_on = REF, replace(REF, version=NOW - 1), threading.Event()
+
+    def slow(ref: AdapterRef | None, rows: list[list[int]]) -> list[list[float]]:
+        assert go_on.wait(120.0)
+        return server(0.0)(ref, rows)
+
+    with served(slow) as one:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=240.0, max_model_len=128)
+        auditor.activated(REF, (one.endpoint,))
+        for ref in (plain, measured):  # the second one starts while the first waits
+            auditor.start(ref, batch(1, "interrupt"), 1.0, base=ref == measured)
+        go_on.set()
+        behind = auditor.collect("math", wait=True)
+        for ref in (measured, plain):
+            auditor.start(ref, batch(1, "interrupt"), 1.0, base=ref == measured)
+            assert auditor.collect("another", wait=True) is None
+        before = auditor.collect("math")
+        auditor.close()
+    for found in (behind, before):
+        assert found is not None
+        assert found.missing == ""
+        assert found.rescored is not None
+        assert found.rescored.version == measured.version
+        assert found.rescored.scores.base is not None
 
 
 def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:

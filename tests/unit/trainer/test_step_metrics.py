@@ -121,6 +121,9 @@ def test_the_mismatch_of_audited_tokens_is_split_where_all_policies_are_known() 
     assert parts(weighed) == pytest.approx(
         known | {"flips": 0.0, "adapter": 0.2, "weights": 0.05, "numerics": 0.05}, abs=1e-6
     )
+    unconfirmed = Audit(rescored=AuditedTokens(version=3, at=[1, 3], scores=replace(scores, sampled=None)))
+    merged = {tag: part for tag, part in of_mismatch(unconfirmed, {3: report}).items() if tag.startswith("mismatch/")}
+    assert merged == pytest.approx({"mismatch/staleness": 0.2, "mismatch/numerics": 0.3}, abs=1e-6)
     truncated = replace(report, truncated=True)
     assert parts(truncated) == {}
     whole = torch.tensor([9.0, -1.1, 9.0, -2.0])

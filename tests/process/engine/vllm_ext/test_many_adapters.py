@@ -18,7 +18,7 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.config.sizing.memory import slot_parameters
+from areal_lora.config.sizing.slots import slot_parameters
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from areal_lora.config.sizing.memory import job_memory, slot_count, slot_parameters
+from areal_lora.config.sizing.memory import job_memory
+from areal_lora.config.sizing.slots import slot_count, slot_parameters
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.manifest import base_digest

@@ -157,7 +157,7 @@ def test_where_only_those_that_may_join_do_not_fit_it_is_a_warning() -> None:
 def test_the_check_counts_targets_in_any_spelling(names: str) -> None:
     overrides = ["cluster.device_memory_gib=44", "rollout.gpu_memory_utilization=0.9"]
     written = check(load_config([MOE], overrides), FACTS)
-    assert [f.path for f in written] == ["rollout.tp"], "48 GiB, 12 of them for slots"
+    assert [f.path for f in written] == ["rollout.tp"], "49 GiB, 14 of them for slots"
     assert check(load_config([MOE], [*overrides, f"adapters.0.target_modules=[{names}]"]), FACTS) == written
 
 
