@@ -34,7 +34,7 @@ from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router, VersionRetired
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
-from areal_lora.weight_sync.link.relays import RelayGroup, form_s, relay_tree
+from areal_lora.weight_sync.link.relays import REQUEST_S, RelayGroup, form_s, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer import decisions, membership
 
@@ -265,8 +265,8 @@ class _World:
             if n < (fewest := self.config.cluster.min_servers):
                 raise PublishError(f"{ref}: {n} servers remain, cluster.min_servers is {fewest}")
             self.tree = relay_tree(self.members, self.tree)
-            if forming := set(self.tree) - self.formed:
-                await spend("form", form_s(list(forming), costs.sources))
+            if forming := set(self.tree) - self.formed:  # rank 0 pings all members first
+                await spend("form", n * REQUEST_S + form_s(list(forming), costs.sources))
                 self.formed = set(self.tree)
             await spend("announce", costs.requests_s(self.tree))
             await spend("wire", costs.wire_s(self.tree))
