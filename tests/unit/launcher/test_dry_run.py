@@ -59,7 +59,7 @@ def test_one_adapter_has_no_such_line() -> None:
 @pytest.mark.parametrize(
     ("tp", "nodes", "groups", "end", "seconds"),
     [
-        # 32 hosts: a group for each of 64 expert-parallel ranks; 64 x 0.4 ms + (256 + 64) x 2.1 ms + 64 x 256 x 0.14 ms.
+        # 32 hosts, 64 expert-parallel ranks with a group each: 64 x 0.4 ms + (256 + 64) x 2.1 ms + 64 x 256 x 0.14 ms.
         (4, 64, "64 of 257 members, a trainer rank that owns tensors and all workers", "leave", 2.99),
         # 64 hosts: groups of 32 servers, of 31 below the first relay, and of 1 below the second.
         (
