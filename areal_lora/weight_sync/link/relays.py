@@ -18,7 +18,7 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 MOST = 32
 RELAYED_BYTES = 8 << 20  # largest bucket where there are relays: one is on its way to each level meanwhile
 
-REQUEST_S, SIGN_IN_S, CONNECT_S = 0.4e-3, 2.1e-3, 0.14e-3
+REQUEST_S, SIGN_IN_S, CONNECT_S = 0.4e-3, 2.1e-3, 0.23e-3
 """Of rank 0 for a request to one server; of a source and of a member, for the member at the source's store (CURVE);
 of a member for one of its peers. Measured with gloo on one host's CPUs."""
 
