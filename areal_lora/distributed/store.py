@@ -66,7 +66,8 @@ class KeyTable:
 
     def __init__(self, answer: Callable[[list[bytes], StoreReply], None]) -> None:
         self._answer, self._values = answer, dist.HashStore()
-        self._waiting: dict[str, list[tuple[list[bytes], Await]]] = {}  # by the first key that is missing
+        # By the first key that is missing, with its place: else N waits for N keys were N^3 checks.
+        self._waiting: dict[str, list[tuple[list[bytes], Await, int]]] = {}
 
     def handle(self, sender: list[bytes], request: StoreCall | Await) -> None:
         if isinstance(request, Await):
@@ -84,14 +85,18 @@ class KeyTable:
                 self._await(*waiter)
         self._answer(sender, StoreReply(result))
 
-    def _await(self, sender: list[bytes], request: Await) -> None:
-        for key in request.keys:
+    def _await(self, sender: list[bytes], request: Await, first: int = 0) -> None:
+        """The keys before ``first`` have been set, but may have been deleted since."""
+        for place, key in enumerate(request.keys[first:], first):
             if not self._values.check([key]):
                 if self._values.check([ENDED]):
                     self._answer(sender, StoreReply(error=bytes(self._values.get(ENDED)).decode()))
                     return
-                self._waiting.setdefault(key, []).append((sender, request))
+                self._waiting.setdefault(key, []).append((sender, request, place))
                 return
+        if first and not self._values.check(request.keys):
+            self._await(sender, request)
+            return
         self._answer(sender, StoreReply([self._values.get(key) for key in request.keys] if request.fetch else None))
 
 

@@ -13,7 +13,7 @@ import math
 import random
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -34,7 +34,7 @@ from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router, VersionRetired
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
-from areal_lora.weight_sync.link.relays import RelayGroup, form_s, relay_tree
+from areal_lora.weight_sync.link.relays import REQUEST_S, RelayGroup, form_s, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer import decisions, membership
 
@@ -265,8 +265,8 @@ class _World:
             if n < (fewest := self.config.cluster.min_servers):
                 raise PublishError(f"{ref}: {n} servers remain, cluster.min_servers is {fewest}")
             self.tree = relay_tree(self.members, self.tree)
-            if forming := set(self.tree) - self.formed:
-                await spend("form", form_s(list(forming), costs.sources))
+            if forming := set(self.tree) - self.formed:  # rank 0 pings all members first
+                await spend("form", n * REQUEST_S + form_s(list(forming), costs.sources))
                 self.formed = set(self.tree)
             await spend("announce", costs.requests_s(self.tree))
             await spend("wire", costs.wire_s(self.tree))
@@ -274,7 +274,7 @@ class _World:
             iteration_s = costs.iteration_s(self.config.rollout.max_num_seqs)
             await spend("activate", costs.activate_s + iteration_s * self.rng.random() ** (1 / n))
             dead = {s for s in self.members if self.servers[s.data_url].silent_since is not None}
-            without = self._without(dead)
+            without = without_version(self.tree, dead)
             if dead:  # their groups and those below get nothing more, either, and wait for the time limit
                 await spend("wire", sync.attempt_s + sync.ping_s)
                 self.formed = {group for group in self.formed if without.isdisjoint({*group.members, group.relay})}
@@ -294,14 +294,6 @@ class _World:
             adapter=self.name, version=version, servers=urls, lost=lost, session=self.session
         )
         await self.controller.handle(announcement)
-
-    def _without(self, dead: set[ServerEndpoint]) -> set[ServerEndpoint]:
-        """Members that do not get the version: a group in which one is dead breaks, and so do the groups below."""
-        without = set[ServerEndpoint]()
-        for group in self.tree:  # each after that of its relay
-            if group.relay in without or not dead.isdisjoint(group.members):
-                without.update(group.members)
-        return without
 
     def _findings(self, dead: set[ServerEndpoint], without: set[ServerEndpoint]) -> list[membership.ServerFinding]:
         silent, cut_off = PublishError("it does not answer pings"), ManifestError(RefusalReason.WIRE, "one is silent")
@@ -328,7 +320,7 @@ class _World:
 class SimulationReport:
     """A configuration simulated as it is, with a lost host of ``lost`` servers at half, and with other splits.
 
-    ``splits`` are of as many devices; the one with the most steps per hour comes first.
+    ``splits`` are of as many devices: the ones with the most steps per hour of those simulated, the best first.
     """
 
     run: SimulatedRun
@@ -348,16 +340,21 @@ class SimulationReport:
         ranks = range(unit, devices - rollout.tp + 1, unit)
         if not ranks:
             raise ConfigError("--gpus", f"{devices} devices hold no {unit} trainer ranks and a server", "give more")
-        splits = (
-            Scenario(servers=(devices - n) // rollout.tp, ranks=n, steps=min(SPLIT_STEPS, steps), per_host=host)
-            for n in ranks[:: math.ceil(len(ranks) / SPLITS)]
-        )
-        found = ((split, simulate(config, costs, split)) for split in splits)
+        found, every = list[tuple[Scenario, SimulatedRun]](), 0
+        while every != 1:  # the next sweep is between the neighbours of the best
+            every = math.ceil(len(ranks) / SPLITS)
+            for n in set(ranks[::every]) - {split.ranks for split, _ in found}:
+                servers = (devices - n) // rollout.tp
+                split = Scenario(servers=servers, ranks=n, steps=min(SPLIT_STEPS, steps), per_host=host)
+                found.append((split, simulate(config, costs, split)))
+            found.sort(key=lambda each: -each[1].steps_per_hour)
+            at = ranks.index(found[0][0].ranks)
+            ranks = ranks[max(0, at - every + 1) : at + every]
         return cls(
             run=simulate(config, costs, alone),
             lost=lost,
             after_loss=simulate(config, costs, replace(alone, lost=lost)) if lost else None,
-            splits=tuple(sorted(found, key=lambda each: -each[1].steps_per_hour)),
+            splits=tuple(found[:SPLITS]),
         )
 
 
@@ -387,6 +384,15 @@ def tables(report: SimulationReport) -> Iterator[Table]:
         for of, r in report.splits
     ]
     yield make_table("Splits of the devices, best first; memory is not checked", columns, splits, right=columns)
+
+
+def without_version(tree: Sequence[RelayGroup], dead: Collection[ServerEndpoint]) -> set[ServerEndpoint]:
+    """Members that do not get the version: a group in which one is dead breaks, and so do the groups below."""
+    without = set[ServerEndpoint]()
+    for group in tree:  # each after that of its relay
+        if group.relay in without or any(server in dead for server in group.members):
+            without.update(group.members)
+    return without
 
 
 async def _unused(*_: object) -> Any:

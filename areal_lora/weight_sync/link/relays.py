@@ -18,8 +18,9 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 MOST = 32
 RELAYED_BYTES = 8 << 20  # largest bucket where there are relays: one is on its way to each level meanwhile
 
-REQUEST_S, CONNECT_S = 0.4e-3, 0.14e-3
-"""Of rank 0 for a request to one server, of a member for one of its peers; measured with gloo on one host's CPUs."""
+REQUEST_S, SIGN_IN_S, CONNECT_S = 0.4e-3, 2.1e-3, 0.23e-3
+"""Of rank 0 for a request to one server; of a source and of a member, for the member at the source's store (CURVE);
+of a member for one of its peers. Measured with gloo on one host's CPUs."""
 
 
 class RelayGroup(msgspec.Struct, frozen=True):
@@ -105,9 +106,14 @@ def _attached(branches: list[_Branch], able: Collection[str]) -> list[_Branch] |
 
 
 def form_s(groups: Sequence[RelayGroup], sources: int) -> float:
-    """Rank 0 invites the servers; then each member connects to all others of each source's group."""
+    """Rank 0 invites the servers, whose workers and relays sign in at each source's stores, its own among them.
+
+    Each worker signs in and then connects to all others of a group for each source.
+    """
     invited = {server for group in groups for server in (*group.members, group.relay)} - {None}
-    return len(invited) * REQUEST_S + sources * max(map(workers_of, groups)) * CONNECT_S
+    signed_in = sum(workers_of(group) + (group.relay is not None) for group in groups)
+    own_s = sources * (SIGN_IN_S + max(map(workers_of, groups)) * CONNECT_S)
+    return len(invited) * REQUEST_S + signed_in * SIGN_IN_S + own_s
 
 
 def workers_of(group: RelayGroup) -> int:

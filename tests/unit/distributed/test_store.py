@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lora.distributed.store import ENDED, CurveStore, KeyTable, StoreCall, StoreServer
+from areal_lora.distributed.store import ENDED, Await, CurveStore, KeyTable, StoreCall, StoreServer
 from areal_lora.network.rpc import zmq_curve_keys
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import SECRET
@@ -115,6 +115,40 @@ def test_requests_of_a_gloo_group_grow_with_its_ranks(server, monkeypatch, size)
         assert list(threads.map(join, range(size))) == [0] * size
     requests = [each for each in requests if each != StoreCall("num_keys")]  # of the constructors
     assert len(requests) <= 2 * size
+
+
+class CountedStore(dist.HashStore):
+    """Counts the keys that are looked for."""
+
+    looked_for = 0
+
+    def check(self, keys):
+        self.looked_for += len(keys)
+        return super().check(keys)
+
+
+def test_waits_of_all_ranks_for_all_keys_cost_the_square_of_their_number():
+    replies, ranks = [], 64
+    table = KeyTable(lambda _, reply: replies.append(reply))
+    table._values = CountedStore()
+    keys = [f"rank {rank}" for rank in range(ranks)]
+    for _ in keys:
+        table.handle([b""], Await(keys, fetch=True))
+    for key in keys:
+        table.handle([b""], StoreCall("set", (key, key)))
+    assert [reply.result for reply in replies if reply.result] == [[key.encode() for key in keys]] * ranks
+    assert table._values.looked_for < 8 * ranks**2, "not their cube: 256 workers were three seconds"
+
+
+def test_a_key_that_is_deleted_during_a_wait_is_waited_for_again():
+    replies = []
+    table = KeyTable(lambda sender, reply: replies.append((sender, reply.result)))
+    wait = Await(["a", "b"], fetch=True)
+    for request in (StoreCall("set", ("a", "1")), wait, StoreCall("delete_key", ("a",)), StoreCall("set", ("b", "2"))):
+        table.handle([b"waits" if request is wait else b""], request)
+    assert [b"waits"] not in [sender for sender, _ in replies]
+    table.handle([b""], StoreCall("set", ("a", "3")))
+    assert ([b"waits"], [b"3", b"2"]) in replies
 
 
 def test_the_end_fails_waits_for_missing_keys_alone(server):

@@ -13,8 +13,9 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.launcher.simulation import simulate as simulate_module
 from areal_lora.launcher.simulation.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
-from areal_lora.launcher.simulation.simulate import Scenario, SimulationReport, simulate
+from areal_lora.launcher.simulation.simulate import Scenario, SimulatedRun, SimulationReport, simulate
 from areal_lora.obs.metrics.reader import read_metrics
 from tests.support.paths import EXAMPLES
 
@@ -137,3 +138,17 @@ def test_splits_of_the_devices_are_sorted_and_whole() -> None:
     assert rates == sorted(rates, reverse=True)
     with pytest.raises(ConfigError, match="no 2 trainer ranks and a server"):
         SimulationReport.of(small, COSTS, host=1, gpus=2)
+
+
+@pytest.mark.parametrize("best", [2, 6, 90, 254, 470, 510])
+def test_the_best_split_of_many_devices_is_found_in_few_runs(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+    def one_peak(config: Config, costs: CostModel, scenario: Scenario) -> SimulatedRun:
+        simulated.append(scenario.ranks)
+        # With fewer ranks the trainer is slower, with more the servers.
+        return SimulatedRun(taken_s=[0.0, max(best / scenario.ranks, (512 - best) / (512 - scenario.ranks))])
+
+    simulated = list[int]()
+    monkeypatch.setattr(simulate_module, "simulate", one_peak)
+    report = SimulationReport.of(config(), COSTS, host=1, gpus=512)
+    assert report.splits[0][0].ranks == best
+    assert len(simulated) <= 40, "of 255 splits"

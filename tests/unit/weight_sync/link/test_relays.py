@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
+from areal_lora.weight_sync.link.relays import CONNECT_S, MOST, REQUEST_S, SIGN_IN_S, RelayGroup, form_s, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.sizes import size
 
@@ -79,6 +79,13 @@ def test_a_server_that_joins_511_touches_at_most_32() -> None:
     assert len(set(tree) - set(before)) == 1
     assert len(touched(tree, before)) <= MOST
     assert tree[-1].relay in tree[0].members, "the relay keeps its own group, and is only a sender here"
+
+
+def test_a_source_serves_the_store_of_each_worker_and_relay() -> None:
+    members = [server(number) for number in range(63)]  # of two workers
+    tree = relay_tree(members)
+    assert form_s(tree, 4) == pytest.approx(63 * REQUEST_S + (126 + 1 + 4) * SIGN_IN_S + 4 * 64 * CONNECT_S)
+    assert form_s(tree[1:], 4) == pytest.approx(32 * REQUEST_S + (62 + 1 + 4) * SIGN_IN_S + 4 * 62 * CONNECT_S)
 
 
 def test_a_lost_relay_leaves_its_group_to_another_and_the_others_as_they_are() -> None:
