@@ -29,17 +29,18 @@ def tap(namespace: str) -> int:
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(Path("/var/run/netns") / namespace, os.O_RDONLY)
     try:
-        _enter(there)
+        enter(there)
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TAP | IFF_NO_PI))
         return device
     finally:
-        _enter(here)
+        enter(here)
         os.close(here)
         os.close(there)
 
 
-def _enter(namespace: int) -> None:
+def enter(namespace: int) -> None:
+    """Move this thread to a network namespace (a file descriptor)."""
     if _LIBC.setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
 

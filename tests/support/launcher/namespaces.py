@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.launcher.lossy_switch import enter
 from tests.support.paths import ROOT
 
 NETWORK = "10.78.0"
@@ -93,8 +94,11 @@ def unavailable() -> str:
 
 
 @contextmanager
-def hosts(n: int, *, delay_s: float = 0.0, loss: float = 0.0) -> Iterator[list[Host]]:
-    """``n`` hosts. Every frame between them takes ``delay_s``; a part ``loss`` of them is lost."""
+def hosts(n: int, *, delay_s: float = 0.0, loss: float = 0.0, rate: str = "") -> Iterator[list[Host]]:
+    """``n`` hosts. Every frame between them takes ``delay_s``; a part ``loss`` of them is lost.
+
+    Each sends at no more than ``rate``, which is one of ``tc``, if given.
+    """
     with ExitStack() as undo:
         files = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         made = [
@@ -108,7 +112,23 @@ def hosts(n: int, *, delay_s: float = 0.0, loss: float = 0.0) -> Iterator[list[H
             host.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}")
             ip("-n", host.namespace, "link", "set", "lo", "up")
         _slow(made, delay_s, loss, undo) if delay_s or loss else _bridged(made, undo)
+        for host in made if rate else ():
+            shaped = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *shaped], check=True)
         yield made
+
+
+@contextmanager
+def inside(host: Host) -> Iterator[None]:
+    """This thread, and those that it starts, are on ``host``; nothing but their network is."""
+    namespaces = [os.open(path, os.O_RDONLY) for path in (f"/run/netns/{host.namespace}", "/proc/self/ns/net")]
+    try:
+        enter(namespaces[0])
+        yield
+    finally:
+        enter(namespaces[1])
+        for namespace in namespaces:
+            os.close(namespace)
 
 
 def _bridged(made: Sequence[Host], undo: ExitStack) -> None:

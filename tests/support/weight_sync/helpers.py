@@ -31,10 +31,10 @@ def shapes_of(s: AdapterStructure) -> dict[str, tuple[int, ...]]:
     return moe_shapes(s.rank)
 
 
-def values(seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+def values(seed: int, rank: int = 4, **sizes: int) -> dict[str, torch.Tensor]:
     """Random fp32 tensors of all names, on the full set: no sharing."""
     g = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=g) for name, shape in moe_shapes(rank).items()}
+    return {name: torch.randn(shape, generator=g) for name, shape in moe_shapes(rank, **sizes).items()}
 
 
 def share(full: dict[str, torch.Tensor]) -> tuple[list[tuple[str, torch.Tensor]], dict[str, str]]:

@@ -299,6 +299,7 @@ class RemoteServer:
                     )
             finally:
                 await asyncio.wait([sent])
+                sent.exception()  # where fetching has raised, that is the reason
             await sent
 
         relays = [relay(source, coming) for source, coming in shards.items()]

@@ -1,6 +1,8 @@
 """A run without models, its gateway, and machines elsewhere that serve in it; everything between them is real HTTP.
 
-A publisher sends versions to a server in the run and to remote ones; a controller samples from both.
+A publisher sends versions to a server in the run and to remote ones; a controller samples from both. A machine may
+have a host of its own: ``python -m tests.support.engine.vllm_ext.remote_world URL FOLDER WIDTH``, with the token in the
+first line of its input; it leaves at the end of that.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +35,7 @@ from areal_lora.network.http_server import HttpServer
 from areal_lora.network.tls import Plane, bearer_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint, read_secret
-from areal_lora.types import AdapterRef
+from areal_lora.types import AdapterRef, AdapterStructure
 from areal_lora.weight_sync.manifest import base_digest, expanded, shard_keys
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import PublishReport
@@ -43,8 +47,8 @@ from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.running import Loop
 from tests.support.solo_exchange import SoloExchange
-from tests.support.weight_sync.adapters import pack_of
-from tests.support.weight_sync.helpers import layout_of, ref, shapes_of, share, values
+from tests.support.weight_sync.adapters import moe_shapes, pack_of
+from tests.support.weight_sync.helpers import layout_of, ref, share, spec, values
 from tests.support.weight_sync.memory_server import MemoryServer
 
 RUN = "t"
@@ -115,6 +119,29 @@ class Line:
         loop.call_later(self._delay_s, writer.close)
 
 
+def sizes(width: int) -> dict[str, int]:
+    """Of modules with ``width`` inputs and outputs, or half of that within experts."""
+    return {"hidden": width, "ffn": width // 2}
+
+
+def serving(stack: ExitStack, loop: Loop, width: int, **how: Any) -> tuple[MemoryServer, FakeServer]:
+    """What a machine serves, until the end of ``stack``; its data plane is in ``loop``."""
+
+    def shapes(s: AdapterStructure) -> dict[str, tuple[int, ...]]:
+        return moe_shapes(s.rank, **sizes(width))
+
+    def score(model: str | None, ids: list[list[int]]) -> list[list[float]]:
+        return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
+
+    memory = MemoryServer(run=RUN, shapes=shapes, score=score, n_slots=6, keep=4, **how)
+    stack.enter_context(memory)
+    held: Any = Held(memory)
+    data = FakeServer(models=held)
+    loop.run(data.__aenter__())
+    stack.callback(lambda: loop.run(data.__aexit__()))
+    return memory, data
+
+
 class Held:
     """What a `MemoryServer` serves, as the models of a `FakeServer`."""
 
@@ -144,12 +171,15 @@ class Machine:
 
 @dataclass
 class World:
-    """Use as a context manager."""
+    """Use as a context manager. The gateway is at ``host``, adapters are of ``rank`` and ``width``."""
 
     folder: RunFolder
     config: Config
     delay_s: float = 0.0
     timeout_s: float = 60.0
+    host: str = "127.0.0.1"
+    rank: int = 4
+    width: int = 16
     on_active: Callable[[PublishReport], None] = lambda _: None
     reports: list[PublishReport] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -160,7 +190,7 @@ class World:
         self._loop = Loop(uvloop.new_event_loop())  # the gateway's
         self._stack.callback(self._loop.close)
         self._numbers = itertools.count()
-        sock = socket.create_server(("127.0.0.1", 0))
+        sock = socket.create_server((self.host, 0))
 
         async def start() -> None:
             self.gateway = RemoteGateway(self.config, self.folder)
@@ -170,8 +200,9 @@ class World:
 
         self._loop.run(start())
         self._port = sock.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        self.local, self.local_data = self._serving(shard_keys(self.secret), self.secret)
+        self.url = f"http://{self.host}:{self._port}"
+        how = {"keys": shard_keys(self.secret), "secret": self.secret, "base_digest": self.base}
+        self.local, self.local_data = serving(self._stack, self._loop, self.width, **how)
         self.publisher = self._publisher()
         self._stack.callback(self.publisher.close)
         return self
@@ -179,26 +210,12 @@ class World:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def _serving(self, keys: Any, secret: str) -> tuple[MemoryServer, FakeServer]:
-        def score(model: str | None, ids: list[list[int]]) -> list[list[float]]:
-            return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
-
-        memory = MemoryServer(
-            run=RUN, secret=secret, base_digest=self.base, shapes=shapes_of, score=score, keys=keys, n_slots=6, keep=4
-        )
-        self._stack.enter_context(memory)
-        held: Any = Held(memory)
-        data = FakeServer(models=held)
-        self._loop.run(data.__aenter__())
-        self._stack.callback(lambda: self._loop.run(data.__aexit__()))
-        return memory, data
-
     def _publisher(self) -> Publisher:
         def active(report: PublishReport) -> None:
             self.reports.append(report)
             self.on_active(report)
 
-        config = WeightSyncConfig(timeout_s=self.timeout_s, bucket_mib=0.001)
+        config = WeightSyncConfig(timeout_s=self.timeout_s, bucket_mib=self.width / 16000)
         endpoint = msgspec.structs.replace(self.local.endpoint, data_port=self.local_data.port)
         leader = Leader(
             run=RUN,
@@ -211,8 +228,8 @@ class World:
         return Publisher(run=RUN, config=config, exchange=SoloExchange(), secret=self.secret, leader=leader)
 
     def publish(self, version: int) -> PublishJob:
-        owned, aliases = share(values(version))
-        layout = layout_of(owned, aliases)
+        owned, aliases = share(values(version, self.rank, **sizes(self.width)))
+        layout = layout_of(owned, aliases, s=spec(self.rank))
         probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], base=[[0.0, -2.0, -2.0]])
         pack = pack_of(layout, 0, dict(owned))
         return self.publisher.publish(ref(version, NAME), None, layout, pack, self.base, probe)
@@ -232,35 +249,43 @@ class World:
 
     def settings(self) -> RemoteSettings:
         """What the gateway gives to a remote server."""
-
-        async def get() -> RemoteSettings:
-            async with GatewayClient(self.url, self.token) as gateway:
-                return await gateway.get("settings", RemoteSettings)
-
-        return asyncio.run(get())
+        return settings_of(self.url, self.token)
 
     def machine(self, root: Path) -> Machine:
         """A machine whose server joins the run. It has nothing of the run but URL and token."""
-        loop, folder, line = (
-            Loop(),
-            RunFolder(root / f"machine-{next(self._numbers)}" / RUN),
-            Line(self._port, self.delay_s),
-        )
+        loop, line = Loop(), Line(self._port, self.delay_s)
         url = f"http://127.0.0.1:{self._loop.run(line.start())}"
-        folder.path.mkdir(parents=True)
-        create_secret(folder)
-
-        given = self.settings()
-        memory, data = self._serving(expanded(given.shard_keys), read_secret(folder))
-        self._stack.callback(loop.close)  # before its server, which waits for requests
+        folder = RunFolder(root / f"machine-{next(self._numbers)}" / RUN)
+        memory, data, stay = joining(self._stack, loop, self._loop, folder, url, self.token, self.width)
         self._stack.callback(setattr, line, "dead", False)
-        publish_endpoint(folder, "server", 0, {"data": data.port, "admin": memory.endpoint.admin_port}, tls=["admin"])
+        return Machine(memory, data, stay, line)
 
-        async def serve() -> None:
-            async with GatewayClient(url, self.token) as gateway:
-                await RemoteServer(gateway, folder, given, 1).serve()
 
-        return Machine(memory, data, asyncio.run_coroutine_threadsafe(serve(), loop.loop), line)
+def settings_of(url: str, token: str) -> RemoteSettings:
+    async def get() -> RemoteSettings:
+        async with GatewayClient(url, token) as gateway:
+            return await gateway.get("settings", RemoteSettings)
+
+    return asyncio.run(get())
+
+
+def joining(
+    stack: ExitStack, loop: Loop, data_loop: Loop, folder: RunFolder, url: str, token: str, width: int
+) -> tuple[MemoryServer, FakeServer, Future[None]]:
+    """A server that joins the run at ``url`` from ``loop``: its planes, and its stay there."""
+    folder.path.mkdir(parents=True)
+    create_secret(folder)
+    given = settings_of(url, token)
+    how = {"keys": expanded(given.shard_keys), "secret": read_secret(folder), "base_digest": given.base_digest}
+    memory, data = serving(stack, data_loop, width, **how)
+    stack.callback(loop.close)  # before its server, which waits for requests
+    publish_endpoint(folder, "server", 0, {"data": data.port, "admin": memory.endpoint.admin_port}, tls=["admin"])
+
+    async def serve() -> None:
+        async with GatewayClient(url, token) as gateway:
+            await RemoteServer(gateway, folder, given, 1).serve()
+
+    return memory, data, asyncio.run_coroutine_threadsafe(serve(), loop.loop)
 
 
 def equal(one: MemoryServer, other: MemoryServer, version: int) -> bool:
@@ -269,14 +294,14 @@ def equal(one: MemoryServer, other: MemoryServer, version: int) -> bool:
     return mine.keys() == its.keys() and all(np.array_equal(mine[name], its[name]) for name in mine)
 
 
-def remote_run(root: Path, store: str | None = None) -> World:
-    """A run in ``root`` that nothing else uses; its versions go through ``store`` if given."""
+def remote_run(root: Path, store: str | None = None, **how: Any) -> World:
+    """A run in ``root`` that nothing else uses; its versions go through ``store`` if given. ``how`` are its fields."""
     folder = RunFolder(root / RUN)
     folder.path.mkdir()
     create_secret(folder)
     made = config(str(base_folder(root / "model")))
     rollout = made.rollout.model_copy(update={"remote": RemoteConfig(store=store)})
-    return World(folder, made.model_copy(update={"rollout": rollout}))
+    return World(folder, made.model_copy(update={"rollout": rollout}), **how)
 
 
 def base_folder(folder: Path) -> Path:
@@ -284,3 +309,18 @@ def base_folder(folder: Path) -> Path:
     (folder / "config.json").write_text("{}", encoding="utf-8")
     save_file({"w": np.zeros(4, dtype=np.float32)}, folder / "model.safetensors")
     return folder
+
+
+def main(url: str, folder: str, width: str) -> None:
+    token, loop, data_loop = sys.stdin.readline().strip(), Loop(), Loop()
+    with ExitStack() as stack:
+        stack.callback(data_loop.close)
+        _, data, stay = joining(stack, loop, data_loop, RunFolder(Path(folder)), url, token, int(width))
+        threading.Thread(target=lambda: sys.stdin.read() or stay.cancel(), daemon=True).start()
+        with suppress(CancelledError):
+            stay.result()
+        print(len(data.requests))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
