@@ -154,13 +154,14 @@ def plan_rungs(
 
     By default one trial remains after 1/4: of eight half stop at 1/16, 1/8, 1/4 of the steps, which together are 1.75
     times the steps of one. None is before the ``earliest`` step, whose answers do not come from version 0, which all
-    trials share, and the last one not before twice as many: a rate that is too high leads at first.
+    trials share, and the last one not before twice as many: a rate that is too high leads at first, and a rung that
+    drops more than half drops the best one for it.
     """
     halvings = (trials - 1).bit_length()
     chosen = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(chosen[:halvings], 1):
-        first = 1 if parts else earliest * (1 + (n == halvings > 1))
+        first = 1 if parts else earliest + earliest * (n - 1) // max(1, halvings - 1)
         found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 

@@ -147,7 +147,9 @@ def test_by_default_one_trial_remains_after_a_quarter_of_the_steps() -> None:
 
 def test_rungs_of_short_runs_are_merged_and_lie_before_the_end() -> None:
     assert plan_rungs(8, 4) == (Rung(1, 2), Rung(2, 1))
-    assert plan_rungs(8, 16, earliest=4) == (Rung(4, 2), Rung(8, 1)), "all trials share the answers before"
+    assert plan_rungs(8, 16, earliest=4) == (Rung(4, 4), Rung(6, 2), Rung(8, 1)), "trials share the answers before 4"
+    assert plan_rungs(4, 16, earliest=4) == (Rung(4, 2), Rung(8, 1))
+    assert plan_rungs(2, 8, earliest=4) == (Rung(4, 1),)
     assert plan_rungs(8, 64, earliest=4) == plan_rungs(8, 64)
     assert plan_rungs(8, 16, [Fraction(1, 8)], earliest=4) == (Rung(2, 4),), "as given"
     assert plan_rungs(4, 1) == ()
