@@ -39,8 +39,8 @@ SHARED = ("name", "steps", "seed", "task", "workflow")
 
 
 class Measure(StrEnum):
-    """``reward``: mean of the steps since the rung before. ``evaluation``: accuracy of the newest evaluation of the
-    first set, or its mean reward where the task has no rule for correctness."""
+    """``reward``: mean of the newer half of the steps since the rung before. ``evaluation``: accuracy of the newest
+    evaluation of the first set, or its mean reward where the task has no rule for correctness."""
 
     REWARD = "reward"
     EVALUATION = "evaluation"
@@ -160,7 +160,7 @@ def plan_rungs(
     chosen = parts or [Fraction(1, 2 << n) for n in range(halvings, 0, -1)]
     found: dict[int, int] = {}  # of rungs on one step the last one counts
     for n, part in enumerate(chosen[:halvings], 1):
-        first = 1 if parts else earliest * (1 + (n == halvings > 1))
+        first = 1 if parts else earliest + earliest * (n - 1) // max(1, halvings - 1)
         found[max(first, every * math.ceil(part * steps / every))] = -(-trials >> n)
     return tuple(Rung(step, keep) for step, keep in found.items() if step < steps)
 
@@ -203,13 +203,13 @@ def measure(sweep: Sweep, records: Iterable[r.Record], end: float = math.inf) ->
     ``records`` are valid (`iter_metrics`).
     """
     start = sweep.decisions[-1].step if sweep.decisions else 0
-    rewards: dict[str, list[float]] = {key: [] for key in sweep.remaining}
+    rewards: dict[str, dict[int, float]] = {key: {} for key in sweep.remaining}
     evals: dict[str, tuple[int, float]] = {}
     states: dict[str, AdapterPhase] = {}
     for record in records:
         match record:
             case r.StepRecord(adapter=key, step=step) if key in rewards and start <= step < end:
-                rewards[key] += [] if record.reward_mean is None else [record.reward_mean]
+                rewards[key] |= {} if record.reward_mean is None else {step: record.reward_mean}
             case r.EvalRecord(adapter=key, version=version, order=0) if version <= end:
                 value = record.reward_mean if record.accuracy is None else record.accuracy
                 if value is not None:
@@ -218,9 +218,9 @@ def measure(sweep: Sweep, records: Iterable[r.Record], end: float = math.inf) ->
                 states[key] = phase
             case r.ResumeRecord(adapter=key):
                 states.pop(key, None)  # a failed one is tried again
-    found: Mapping[str, float | None] = {key: statistics.fmean(values) for key, values in rewards.items() if values}
-    if sweep.by is Measure.EVALUATION:
-        found = {key: value for key, (_, value) in evals.items()}
+    found: Mapping[str, float | None] = {key: value for key, (_, value) in evals.items()}
+    if sweep.by is Measure.REWARD:
+        found = {k: statistics.fmean(v[step] for step in sorted(v)[len(v) // 2 :]) for k, v in rewards.items() if v}
     return {key: None if states.get(key) is AdapterPhase.FAILED else found.get(key) for key in rewards}
 
 
