@@ -193,7 +193,7 @@ class WeightSyncConfig(Section):
     times as long for servers to rejoin."""
     probe_tolerance: PositiveFloat | None = None
     """Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, 0.15 with
-    `bfloat16`, 0.05 with `float16`."""
+    `bfloat16`, 0.1 with `float16`."""
 
     form_s: ClassVar[float] = 30.0
     """Time limit of forming all broadcast groups once, which no transfer's limit counts: connecting takes longer than a
