@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import resource
@@ -53,10 +52,9 @@ def even_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     Where two experts are equally good for a token, a rounding error chooses between them, and of
     200,000 tokens one sequence differed by 0.05 for that reason alone.
     """
-    folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("even") / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": config["num_local_experts"]}))
-    return folder
+    from tests.support.gpu.engines import evened
+
+    return evened(tiny_model, tmp_path_factory.mktemp("even") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,7 @@ def missing_files(folder: Path) -> list[str]:
 
 ENDLESS = 1 << 53
 """Steps of an adapter that a client drives."""
-PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.1}
 """nats, by type of the base; measured: docs/en/results.md."""
 
 
@@ -160,7 +160,7 @@ class AdapterRun:
     max_staleness: int
     eval_every: int
     checkpoint_every: int
-    wire_dtype: Literal["float32", "bfloat16"]
+    wire_dtype: Literal["float32", "bfloat16", "float16"]
     weight: float
 
     @property

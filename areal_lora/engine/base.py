@@ -8,7 +8,7 @@ import torch
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.types import TrainBatch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 MicroBatch = TrainBatch
 """A few whole sequences of a `TrainBatch`, packed 1-D without padding, on the engine's device."""

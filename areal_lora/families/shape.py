@@ -10,7 +10,7 @@ from areal_lora.families.family import Experts, Family
 from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
 from areal_lora.types import RouteShape
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

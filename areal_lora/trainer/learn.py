@@ -21,7 +21,7 @@ from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
 from areal_lora.types import Correction, TrainBatch
 
-ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
+ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
 CAUSES_STEPS = 16

@@ -18,7 +18,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-F32, BF16 = 0, 1  # element kinds
+F32, BF16, F16 = 0, 1, 2  # element kinds
 
 
 @intrinsic
@@ -32,16 +32,39 @@ def pointer(context: Any, address: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _to_bf16(bits: Any) -> Any:
-    """Round to nearest even; NaN stays NaN (it keeps a mantissa bit)."""
-    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+def _to_half(bits: Any, kind: int) -> Any:
+    """Round the bits of a float32 to nearest even; NaN stays NaN (it keeps a mantissa bit)."""
+    if kind == BF16:
+        if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+        return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if size > np.uint32(0x7F800000):
+        found = np.uint32(0x7E00)
+    elif size >= np.uint32(0x47800000):  # 2**16 and more
+        found = np.uint32(0x7C00)
+    elif size < np.uint32(0x38800000):  # below 2**-14: the sum with 0.5 has steps of 2**-24
+        found = np.float32(size.view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
+    else:
+        rebased = size - np.uint32(0x38000000) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
+        found = rebased >> np.uint32(13)
+    return np.uint16(((bits >> np.uint32(16)) & np.uint32(0x8000)) | found)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _from_bf16(bits: Any) -> Any:
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+def _from_half(half: Any, kind: int) -> Any:
+    bits = np.uint32(half)
+    if kind == BF16:
+        return np.uint32(bits << np.uint32(16)).view(np.float32)
+    size = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
+    if size >= np.uint32(0x0F800000):
+        size = np.uint32(size + np.uint32(0x70000000))
+    elif size >= np.uint32(0x00800000):
+        size = np.uint32(size + np.uint32(0x38000000))
+    else:  # a multiple of 2**-24
+        above = np.uint32(size + np.uint32(0x38800000)).view(np.float32)
+        size = np.float32(above - np.float32(2.0**-14)).view(np.uint32)
+    return np.uint32(size | ((bits & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
 
 
 # The functions below take scalars: an array argument costs as much as copying a small tensor.
@@ -62,29 +85,29 @@ def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+def _row_f32_half(src: int, dst: int, n: int, scale: Any, kind: int) -> None:
     a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):  # twice as fast
         bits = carray(pointer(src), n, np.uint32)
         for j in range(n):
-            b[j] = _to_bf16(bits[j])
+            b[j] = _to_half(bits[j], kind)
     else:
         for j in range(n):
-            b[j] = _to_bf16(np.float32(a[j] * scale).view(np.uint32))
+            b[j] = _to_half(np.float32(a[j] * scale).view(np.uint32), kind)
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
+def _row_half_f32(src: int, dst: int, n: int, scale: Any, kind: int) -> None:
     a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.float32)
     for j in range(n):
-        b[j] = _from_bf16(a[j]) * scale
+        b[j] = _from_half(a[j], kind) * scale
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+def _row_half_half(src: int, dst: int, n: int, scale: Any, src_kind: int, dst_kind: int) -> None:
     a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.uint16)
     for j in range(n):
-        b[j] = _to_bf16(np.float32(_from_bf16(a[j]) * scale).view(np.uint32))
+        b[j] = _to_half(np.float32(_from_half(a[j], src_kind) * scale).view(np.uint32), dst_kind)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -95,7 +118,7 @@ def copy_blocks(
 
     Row r of a block is read at ``src_base + src + r * src_pitch`` and written at
     ``dst_base + dst + slot * dst_step + r * dst_pitch`` (bytes). Equal kinds with
-    scale 1 are copied bit for bit; bfloat16 is rounded to nearest even.
+    scale 1 are copied bit for bit; 16-bit types are rounded to nearest even.
     """
     src_item, dst_item = 4 if src_kind == F32 else 2, 4 if dst_kind == F32 else 2
     for i in range(first, last):
@@ -110,11 +133,11 @@ def copy_blocks(
             elif src_kind == F32 and dst_kind == F32:
                 _row_f32_f32(src, dst, n, b.scale)
             elif src_kind == F32:
-                _row_f32_bf16(src, dst, n, b.scale)
+                _row_f32_half(src, dst, n, b.scale, dst_kind)
             elif dst_kind == F32:
-                _row_bf16_f32(src, dst, n, b.scale)
+                _row_half_f32(src, dst, n, b.scale, src_kind)
             else:
-                _row_bf16_bf16(src, dst, n, b.scale)
+                _row_half_half(src, dst, n, b.scale, src_kind, dst_kind)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -140,10 +163,11 @@ def mix_chunks(chunks: Any, infinite: Any, chunk: Any, sizes: Any, first: int, l
 def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     """(fingerprint, 1 where an exponent is all ones) of ``size`` elements at address ``at``.
 
-    Two bfloat16 make a word; the odd last one stands alone.
+    Two of 16 bits make a word; the odd last one stands alone.
     """
     multipliers = carray(pointer(keys), width, np.uint64)
-    high, low = np.uint32(0x7F800000), np.uint32(0x7F80)
+    low = np.uint32(0x7C00) if kind == F16 else np.uint32(0x7F80)
+    high = np.uint32(low << np.uint32(16))
     whole = size if kind == F32 else size // 2
     words_end = size if kind == F32 else (size + 1) // 2
     h, infinite, done = np.uint64(size), np.uint32(0), 0
@@ -155,7 +179,7 @@ def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
             x = words[j]
             acc += np.uint64(x) * multipliers[j]
             infinite |= np.uint32((x & high) == high)
-        if kind == BF16:
+        if kind != F32:
             for j in range(n):
                 infinite |= np.uint32((words[j] & low) == low)
         done += width
@@ -174,7 +198,7 @@ def fingerprints(
     """Fingerprint and finiteness of tensors ``first:last``, each ``sizes[i]`` elements at ``base + offsets[i]``.
 
     ``sums`` uint64 [n]: over blocks of ``width`` 32-bit words ``h = mix(h, sum_j x_j * key_j mod 2^64)``,
-    beginning with ``h = sizes[i]``. x_j is the bit pattern of a word, which holds two bfloat16; ``keys`` is
+    beginning with ``h = sizes[i]``. x_j is the bit pattern of a word, which holds two of 16 bits; ``keys`` is
     the address of ``width`` multipliers. The sum is a multilinear hash (Lemire and Kaser, "Strongly universal
     string hashing is fast", 2014). ``bad`` uint8 [n]: 1 where an exponent is all ones.
     """
@@ -189,8 +213,8 @@ def multipliers(use: str, n: int, key: bytes = b"") -> np.ndarray:
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
 
 
-KINDS = {"float32": F32, "bfloat16": BF16}
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 N_KEYS = 1024  # multipliers of fingerprints: as many as stay in the first-level cache beside the data
 _PART_BYTES = 1 << 20  # measured, then copied from the second-level cache
 
@@ -245,7 +269,7 @@ BLOCK = np.dtype([(name, np.float32 if name == "scale" else np.int64) for name i
 class TensorBlocks:
     """Blocks grouped by tensor: those of tensor i are ``first[i]:first[i + 1]``.
 
-    ``src_dtype`` and ``dst_dtype`` are "float32" or "bfloat16"; ``first`` is int64 [tensors + 1], ``blocks`` has a
+    ``src_dtype`` and ``dst_dtype`` are among `KINDS`; ``first`` is int64 [tensors + 1], ``blocks`` has a
     `Block` in each row.
     """
 

@@ -56,7 +56,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
 
     structure: AdapterStructure
-    dtype: str  # "float32" | "bfloat16"
+    dtype: str  # among kernels.KINDS
     shards: tuple[ShardLayout, ...]
     aliases: dict[str, str]
     payload: Payload = Payload.UNMERGED

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lora.weight_sync.kernels import BF16, ITEM_BYTES, KINDS, N_KEYS, Marks, TensorBlocks, mix_chunks
+from areal_lora.weight_sync.kernels import F32, ITEM_BYTES, KINDS, N_KEYS, Marks, TensorBlocks, mix_chunks
 from areal_lora.weight_sync.layout import TensorTable
 
 MEASURED_BYTES = 16 << 20  # fingerprinted at once: products take four times as much memory, and masks as much
-_UNIT_BYTES = 2  # fingerprints read units of 16 bits: tensors of bfloat16 start at any of them
+_UNIT_BYTES = 2  # fingerprints read units of 16 bits: those of 16-bit types start at any of them
 _CHUNK = 2 * N_KEYS
-_EXPONENT = 0x7F80  # of bfloat16, and of float32 in its upper unit
+_EXPONENTS = {"float32": 0x7F80, "bfloat16": 0x7F80, "float16": 0x7C00}  # of float32 in its upper unit
 
 
 class ViewBatch(NamedTuple):
@@ -155,14 +155,14 @@ class ChunkSums:
         units, n = flat.view(torch.int16), int(self._first[last] - self._first[first])
         sums = torch.empty(n, dtype=torch.int64, device=flat.device)
         exponents = torch.empty(n, dtype=torch.int16, device=flat.device)
-        upper = 0 if KINDS[marks.dtype] == BF16 else 1
+        upper, exponent = int(KINDS[marks.dtype] == F32), _EXPONENTS[marks.dtype]
         for b in self._batches[first, last]:
             part = _view(units, b.sizes, b.src_strides, b.src)
             products = part.to(torch.int64).bitwise_and_(0xFFFF).mul_(self._keys[1][: b.sizes[-1]])
             place = b.sizes[:-1], b.dst_strides[:-1], b.dst
             torch.sum(products, -1, out=_view(sums, *place))
-            torch.amax(part[..., upper :: upper + 1] & _EXPONENT, -1, out=_view(exponents, *place))
-        chunks, infinite = sums.cpu().numpy().view(np.uint64), exponents.cpu().numpy() == _EXPONENT
+            torch.amax(part[..., upper :: upper + 1] & exponent, -1, out=_view(exponents, *place))
+        chunks, infinite = sums.cpu().numpy().view(np.uint64), exponents.cpu().numpy() == exponent
         mix_chunks(chunks, infinite, self._first, marks.sizes, first, last, marks.sums, marks.bad)
 
     def _made(self, origin: int, first: int, last: int) -> list[ViewBatch]:

@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,9 @@ from areal_lora.families.registry import known_config
 from tests.support.distributed.spawn import forking
 from tests.support.forks.starter import starter_of
 from tests.support.gpu.cases import Experts, Pair, pack, write_slot
-from tests.support.gpu.engines import alone
+from tests.support.gpu.engines import alone, differences, judge
 from tests.support.launcher.command import ROLES
+from tests.support.sizes import sample
 from tests.support.weight_sync import SOCKETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,8 +51,9 @@ def test_two_processes(how: signal.Signals) -> None:
         pair.close()
 
 
-def test_an_engine_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", sample(["megatron", "fsdp"], 1))
+def test_limits_of_bfloat16_hold_and_find_faults(tmp_path: Path, engine: str) -> None:
     python = starter_of(ROLES["trainer.python"]).interpreter(tmp_path / "python")
-    logp, gradient = alone(tmp_path, "fsdp", "float32", "none", "cpu", python)
-    assert np.isfinite(logp).all()
-    assert np.abs(gradient).max() > 0
+    found, exact = (alone(tmp_path, engine, dtype, "none", "cpu", python) for dtype in ("bfloat16", "float32"))
+    print(differences(found, exact))
+    judge(differences(found, exact))

@@ -49,7 +49,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: str = Field(description="Hugging Face model folder, or hub name `org/name`; a folder takes precedence.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Type of the frozen base weights.")
     shared_memory: bool = False
     """The trainer ranks of a node read the base once, into shared memory kept while they run."""
     commit: SkipJsonSchema[str | None] = Field(None, description="Written by the launcher: the commit of a hub name.")
@@ -193,7 +193,7 @@ class WeightSyncConfig(Section):
     times as long for servers to rejoin."""
     probe_tolerance: PositiveFloat | None = None
     """Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, 0.15 with
-    `bfloat16`."""
+    `bfloat16`, 0.1 with `float16`."""
 
     form_s: ClassVar[float] = 30.0
     """Time limit of forming all broadcast groups once, which no transfer's limit counts: connecting takes longer than a

@@ -127,7 +127,7 @@ def _settings(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": False,
+        "fp16": dtype == torch.float16,
         "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,
         "hidden_dropout": 0.0,

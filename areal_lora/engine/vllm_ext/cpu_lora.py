@@ -117,7 +117,7 @@ def add_lora_rows(
     if not len(cells):
         return
     at = 0
-    if y.dtype != torch.float32:  # numba has no bfloat16: two products per cell and part
+    if y.dtype != torch.float32:  # numba has no type of 16 bits: two products per cell and part
         for a, b in zip(lora_a, lora_b, strict=True):
             part = y[:, at : at + b.shape[2]]
             for slot, expert, first, end in cells.tolist():

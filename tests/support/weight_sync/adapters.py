@@ -29,7 +29,7 @@ def moe_shapes(
 def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tensor]) -> Pack:
     """Make the ``Pack`` that copies ``tensors`` into ``source``'s shard, one at a time, without an engine."""
     mine = [t for shard in layout.shards if shard.source == source for t in shard.tensors]
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[layout.dtype]
 
     def pack(flat: torch.Tensor) -> Iterator[int]:
         for i, place in enumerate(mine):

@@ -39,7 +39,7 @@ def test_an_own_setting_counts_for_its_adapter_and_the_runs_for_the_others(name:
     assert asdict(adapter_run(everyones, everyones.adapters[0])) == own
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15), ("float16", 0.1)])
 def test_wire_type_and_tolerance_are_those_of_the_base(dtype: str, tolerance: float) -> None:
     config = load(f"model.dtype={dtype}")
     assert (adapter_run(config, config.adapters[0]).wire_dtype, probe_tolerance(config)) == (dtype, tolerance)

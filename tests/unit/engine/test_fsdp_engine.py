@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
@@ -275,3 +277,48 @@ def test_who_cannot_be_in_a_joined_pass(world: None, tmp_path: Path) -> None:
 def test_other_parallel_sizes_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"trainer.{key}: 2 with trainer.engine = fsdp"):
         FsdpEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(engine="fsdp", world_size=2, **{key: 2}), CPU)
+
+
+def exact_gradients(folder: Path, wire: dict[str, torch.Tensor], aliases: Any, tokens: torch.Tensor) -> Any:
+    """Of the sum of ``tokens`` times the log-probabilities, by wire name: transformers in float64, row by row."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in wire.items()}
+    held = leaves | {name: leaves[its] for name, its in aliases.items()}
+    weights = dict(model.named_parameters())
+    for name in (name.removesuffix(".lora_B.weight") for name in held if name.endswith("lora_B.weight")):
+        change = held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + SPEC.scale_of(name) * change
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, own in zip(ROWS, tokens.double().split([len(row) for row in ROWS]), strict=True):
+        logits = functional_call(model, weights, (torch.tensor([row]),)).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        loss = loss + (chosen * own[1:]).sum()
+    loss.backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def test_float16_needs_no_loss_scale_and_an_overflow_is_a_skipped_step(world: None, tmp_path: Path) -> None:
+    """A loss is a sum over tokens, whose weights are from 1 down to 1 of an answer's tokens, here 8,192."""
+    print("seed 3")
+    folder, draw = save("llama", tmp_path), torch.Generator().manual_seed(3)
+    engine, batch = engine_of(folder, "float16"), scoring_batch(ROWS, "a")
+    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
+    memory = engine.resident("a").memory
+    memory.weights.copy_(torch.randn(len(memory.weights), generator=draw) / 8)
+    wire, tokens = dict(engine.export_adapter("a")), torch.randn(batch.n_tokens, generator=draw)
+    truth = exact_gradients(folder, wire, memory.layout("float32").aliases, tokens)
+    size = math.sqrt(sum(float(t.square().sum()) for t in truth.values()))
+
+    def weighted(weight: float, _: Any, logprobs: torch.Tensor, __: object) -> LossSums:
+        return LossSums(loss=weight * (tokens * logprobs).sum())
+
+    for weight in (1.0, 2.0**-13):
+        engine.forward_backward(batch, partial(weighted, weight))
+        found = dict(memory.packer("float32").tensors(memory.grads, {}))
+        errors = [float((found[name].double() / weight - t).square().sum()) for name, t in truth.items()]
+        print(f"weight {weight}: relative error of the gradient {math.sqrt(sum(errors)) / size}")
+        assert math.sqrt(sum(errors)) / size < 0.02
+        engine.discard_gradients("a")
+    engine.forward_backward(batch, partial(weighted, 2.0**30))
+    assert engine.optim_step("a", 1.0, 0.1).values["skipped"] == 1.0
+    assert all(torch.equal(tensor, wire[name]) for name, tensor in engine.export_adapter("a"))

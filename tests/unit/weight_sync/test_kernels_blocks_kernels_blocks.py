@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.weight_sync.kernels import BF16, F32, N_KEYS, Block, Marks, TensorBlocks, fingerprints, multipliers
+from areal_lora.weight_sync.kernels import BF16, F16, F32, N_KEYS, Block, Marks, TensorBlocks, fingerprints, multipliers
 
-TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ITEM = {"float32": 4, "bfloat16": 2}
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def memory(values: torch.Tensor, dtype: str) -> np.ndarray:
@@ -85,17 +85,23 @@ def test_a_block_equals_a_torch_copy(kinds, rows, cols, marked, gaps, scale, slo
     assert torch.equal(as_torch(target, dst_dtype), want)
 
 
-def test_bfloat16_rounds_like_torch_at_the_edges():
-    bits = np.array(
-        [0, 1 << 31, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 1, 0x8000],
-        dtype=np.uint32,
-    )
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_that_of_torch_at_every_edge(dtype):
+    """Every value of 16 bits, the middle to the next one, their neighbours in float32, and what is not finite."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    values = as_torch(halves.view(np.uint8), dtype).float()
+    whole = Block(src=0, src_pitch=0, dst=0, dst_pitch=0, rows=1, cols=len(halves))
+    read = np.zeros(len(halves), dtype=np.float32)
+    TensorBlocks.of([[whole]], dtype, "float32").copy(halves.ctypes.data, read.ctypes.data)
+    torch.testing.assert_close(torch.from_numpy(read), values, rtol=0, atol=0, equal_nan=True)
+    finite = values[values.isfinite()].double()
+    middles = ((finite[1:] + finite[:-1]) / 2).float().numpy().view(np.uint32)
+    bits = np.concatenate([middles, middles - 1, middles + 1, read.view(np.uint32), [1, 0x477FF000, 0x477FEFFF]])
+    bits = bits.astype(np.uint32)
     out = np.zeros(len(bits), dtype=np.uint16)
-    whole = Block(src=0, src_pitch=0, dst=0, dst_pitch=0, rows=1, cols=len(bits))
-    TensorBlocks.of([[whole]], "float32", "bfloat16").copy(bits.ctypes.data, out.ctypes.data)
-    got, want = as_torch(out.view(np.uint8), "bfloat16"), torch.from_numpy(bits.view(np.float32)).bfloat16()
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    TensorBlocks.of([[whole._replace(cols=len(bits))]], "float32", dtype).copy(bits.ctypes.data, out.ctypes.data)
+    want = torch.from_numpy(bits.view(np.float32)).to(TORCH[dtype])
+    torch.testing.assert_close(as_torch(out.view(np.uint8), dtype), want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM))
@@ -149,7 +155,7 @@ def slow_fingerprint(raw: bytes, item: int, keys: list[int]) -> int:
     return h
 
 
-@pytest.mark.parametrize(("kind", "word"), [(F32, np.uint32), (BF16, np.uint16)])
+@pytest.mark.parametrize(("kind", "word"), [(F32, np.uint32), (BF16, np.uint16), (F16, np.uint16)])
 def test_fingerprints_equal_the_formula(kind, word):
     rng = np.random.default_rng(5)
     sizes = np.array([1, 7, 4096, 8193, 10_000], dtype=np.int64)
@@ -162,6 +168,23 @@ def test_fingerprints_equal_the_formula(kind, word):
     parts = np.split(bits, np.cumsum(sizes)[:-1])
     assert sums.tolist() == [slow_fingerprint(p.tobytes(), item, keys.tolist()) for p in parts]
     assert not bad.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 70_000.0])
+@pytest.mark.parametrize("at", [0, 1, 2050])
+def test_what_is_not_finite_in_16_bits_shows(dtype, poison, at):
+    """In both halves of a word and in the odd last one; 70,000 overflows in float16 alone."""
+    values = torch.full((2051,), 65504.0 if dtype == "float16" else 3e38)
+    values[at] = poison
+    source = memory(values, dtype)
+    marks = marks_of(source, dtype)
+    marks.measure(source.ctypes.data, 0, 1)
+    assert bool(marks.bad[0]) == (dtype == "float16" or poison != 70_000.0)
+    values[at] = 1.0
+    source = memory(values, dtype)
+    marks.measure(source.ctypes.data, 0, 1)
+    assert not marks.bad[0], "the largest number is one"
 
 
 def test_every_single_flip_and_every_exchange_shows():

@@ -11,7 +11,7 @@ from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout, plan_buckets
 from tests.support.weight_sync.helpers import layout_of, share, spec, values
 
-ITEM = {"float32": 4, "bfloat16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 shapes_st = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=0, max_size=12)
 
 
@@ -68,7 +68,7 @@ def test_buckets_double_at_the_beginning_and_halve_at_the_end():
         ({0: [("x", (1, 2))], 1: [("x", (1, 2))]}, "float32", {}, RefusalReason.DUPLICATE),
         ({0: [("x", (1, 2))]}, "float32", {"x": "x"}, RefusalReason.DUPLICATE),
         ({0: [("x", (1, 2))]}, "float32", {"y": "z"}, RefusalReason.UNKNOWN_TENSOR),
-        ({0: []}, "float16", {}, RefusalReason.DTYPE),
+        ({0: []}, "float64", {}, RefusalReason.DTYPE),
     ],
 )
 def test_wrong_parts_are_refused(owned, dtype, aliases, reason):

@@ -17,7 +17,7 @@ from areal_lora.weight_sync.strided import ChunkSums, StridedCopies
 from tests.support.sizes import size
 from tests.support.weight_sync.helpers import KEYS
 
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @settings(max_examples=size(60, 600), deadline=None)

@@ -55,7 +55,7 @@ def packed(memory: AdapterMemory, dtype: str, strided: bool) -> tuple[PackedShar
     return shard, packer
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", list(ExpertLayout))
 def test_a_shard_on_a_device_is_that_of_the_host(
     layout: ExpertLayout, dtype: str, monkeypatch: pytest.MonkeyPatch

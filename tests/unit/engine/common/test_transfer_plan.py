@@ -26,7 +26,7 @@ from tests.support.families.conversion import to_hf
 from tests.support.families.shapes import make_shape
 from tests.support.sizes import sample
 
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SIZES = {"layers": 4, "hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "expert_ffn": 24}
 SHAPES = {
@@ -164,20 +164,21 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
     assert len(digests) > 3  # layouts differ in their senders
 
 
-def test_bfloat16_is_rounded_like_torch() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_rounded_like_torch(dtype: str) -> None:
     it = model("qwen3_moe", 4, 2, 1, 2, 2)
     spec = AdapterSpec(name="a", base_model="b", rank=12, alpha=1.0, target_modules=TARGETS)
-    layout = plans.wire_layout(it, spec, "bfloat16")
+    layout = plans.wire_layout(it, spec, dtype)
     held = [memory(it, spec, rank, arrange(it, spec, rank)) for rank in range(4)]
     expected: dict[str, Tensor] = {}
     for key in it.sites(spec):
         expected |= own(it, key, spec.rank)
     for shard in layout.shards:
-        values = torch.from_numpy(pack(it, spec, layout, held, shard.source)).view(torch.bfloat16)
+        values = torch.from_numpy(pack(it, spec, layout, held, shard.source)).view(TYPES[dtype])
         for t in shard.tensors:
             n = t.shape[0] * t.shape[1]
             found = values[t.offset // 2 : t.offset // 2 + n].view(t.shape)
-            assert torch.equal(found, expected[t.name].bfloat16()), t.name
+            assert torch.equal(found, expected[t.name].to(TYPES[dtype])), t.name
 
 
 def test_shared_experts_have_one_adapter_with_every_expert_as_alias() -> None:

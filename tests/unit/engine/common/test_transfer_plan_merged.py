@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_lora.algorithms.merging import CastLoss
+from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
 from areal_lora.errors import UnknownTensorError
@@ -78,11 +79,11 @@ def test_a_weight_whose_lora_b_experts_share_goes_where_its_lora_a_goes() -> Non
     }
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_share_of_a_rank(tmp_path: Path, base: dict[str, torch.Tensor], held: torch.dtype, dtype: str) -> None:
     layout, given = merged_layout(ADAPTER, dtype), tensors()
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    wire = DTYPES[dtype]
     for rank in (0, 1, 2):
         shard = MergedShard(ModelFolder.at(str(tmp_path)), ADAPTER, rank, held)
         mine = next((s for s in layout.shards if s.source == rank), None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lora.engine.base import DTYPES
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout
@@ -175,8 +176,8 @@ def test_one_wire_tensor_reaches_all_its_names(on_device: bool) -> None:
         assert np.array_equal(b[0, local, :, :4].numpy(), 2 * wire[EXPERT.format(0) + ".lora_B.weight"])
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-@pytest.mark.parametrize("slots", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("slots", DTYPES.values(), ids=str)
 def test_numbers_are_rounded_once_to_what_the_slots_hold(wire: str, slots: torch.dtype, on_device: bool) -> None:
     print("seed 4")
     writer, buffers = worker(0, slots, on_device)
@@ -209,10 +210,10 @@ def test_a_layout_that_does_not_fit_is_no_plan() -> None:
 
 
 def test_slots_of_another_dtype_are_an_error_at_start() -> None:
-    stacked = torch.zeros(SLOTS, 1, MAX_RANK, 10, dtype=torch.float16)
+    stacked = torch.zeros(SLOTS, 1, MAX_RANK, 10, dtype=torch.float64)
     matrix = weights.Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, start=0, full=10)
     other = replace(matrix, name="model.layers.0.mlp.gate.lora_A.weight")
-    with pytest.raises(AdapterError, match="float16"):
+    with pytest.raises(AdapterError, match="float64"):
         lora_install.StackedSlotWriter([matrix], MAX_RANK)
     with pytest.raises(AdapterError):
         lora_install.StackedSlotWriter([other], MAX_RANK)  # nothing that can be adapted
