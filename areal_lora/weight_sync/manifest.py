@@ -50,7 +50,7 @@ def encode(announcement: Announcement[Any]) -> bytes:
 
 def decode(data: bytes) -> Announcement[AdapterLayout | None]:
     """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
-    announcement = _decoded(data, Announcement[AdapterLayout | None])
+    announcement = _decoded(data, _ANNOUNCED)
     if not 0.0 < announcement.timeout_s < math.inf:
         text = f"timeout_s is {announcement.timeout_s}, it must be positive and finite"
         raise ManifestError(RefusalReason.MALFORMED, text)
@@ -59,16 +59,21 @@ def decode(data: bytes) -> Announcement[AdapterLayout | None]:
 
 def sent_later(data: bytes, seconds: float) -> bytes:
     """An announcement as a relay sends it on ``seconds`` after it came. Raises ManifestError (``malformed``)."""
-    announcement = _decoded(data, Announcement[msgspec.Raw])
+    announcement = _decoded(data, _SENT_ON)
     return encode(msgspec.structs.replace(announcement, timeout_s=announcement.timeout_s - seconds))
 
 
-def _decoded(data: bytes, kind: type[A]) -> A:
+# Made once: threads that decode a generic type for the first time, all at once, end the process.
+_ANNOUNCED = msgspec.msgpack.Decoder(Announcement[AdapterLayout | None])
+_SENT_ON = msgspec.msgpack.Decoder(Announcement[msgspec.Raw])
+
+
+def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[A]) -> A:
     if data[: len(_MAGIC)] != _MAGIC:
         text = "not a manifest of this wire format; run one version of areal_lora"
         raise ManifestError(RefusalReason.MALFORMED, text)
     try:
-        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=kind)
+        return decoder.decode(memoryview(data)[len(_MAGIC) :])
     except msgspec.MsgspecError as e:
         raise ManifestError(RefusalReason.MALFORMED, str(e)) from e
 
