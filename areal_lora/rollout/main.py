@@ -38,9 +38,8 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
-from areal_lora.rollout.ledger.curricula import Curriculum
+from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
