@@ -4,13 +4,20 @@ A part is what the mismatch falls by once its cause is removed, after those befo
 policies' log-probabilities at the sampled tokens the mismatch is mean |d|, and to second order the divergence
 KL(sampled, trained) = mean d^2 / 2 (estimator k2 of http://joschu.net/blog/kl-approx.html). In the divergence a cause
 that is not correlated with others has the part that it has alone. A part below 0: the cause reduces the mismatch.
+
+`choose` takes the behaviour correction of the next step from the mismatch of the one before
+(`behaviour_correction: auto`). Both figures of a step are means over the trained sampled tokens of the whole batch, so
+all ranks choose the same.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
+
+from areal_lora.types import Correction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +100,24 @@ def split(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, MismatchPart]
         cause: MismatchPart(gap=gap - less, kl=kl - less_kl)
         for cause, ((gap, kl), (less, less_kl)) in zip(pairs, steps, strict=True)
     }
+
+
+LIMITS: Mapping[Correction, float] = {Correction.TRUNCATE: 0.01, Correction.GEOMETRIC: 0.1}
+"""Mean |log w| of a token in nats above which a correction is chosen.
+
+Rounding of bfloat16 alone is about 0.01. Log w that is normal with mean |log w| of m has a divergence of pi m^2 / 4: at
+0.1 the geometric mean of w is 0.992, where its published bounds (preset `geo_mis`) still keep a usual answer.
+"""
+HOLD = 0.5
+"""Part of its limit down to which a correction in use remains: a mismatch near a limit does not alternate."""
+
+
+def choose(current: Correction, mean: float | None) -> Correction:
+    """The correction of the next step after one with ``current`` and ``mean`` |log w| of a token.
+
+    Unchanged where nothing was measured (None, 0 or not finite).
+    """
+    if not mean or not math.isfinite(mean):
+        return current
+    kept = [to for to, limit in LIMITS.items() if mean > limit * (HOLD if to <= current else 1.0)]
+    return max(kept, default=Correction.NONE)

@@ -29,7 +29,7 @@ from areal_lora.launcher.run import run as start
 from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.mismatch_bill import bill, bill_lines
+from areal_lora.obs.warnings import bill, bill_lines
 from areal_lora.run_folder.paths import RunFolder
 
 

@@ -146,7 +146,7 @@ def train(
 
     ``config`` is a file, a mapping of the same shape, several of them to merge in order, or a Config. ``reward`` is a
     reward function, ``environment`` a class or factory for `multi_turn`, ``agent`` an agent's function, ``workflow`` a
-    workflow's factory, ``loss`` and ``advantage`` functions as in `algorithms.user_functions`; each takes the place of
+    workflow's factory, ``loss`` and ``advantage`` functions as in `algorithms.registry`; each takes the place of
     the configured one. Call it in the main thread.
 
     Raises ConfigError or ConfigErrors for what cannot start, RunInterrupted after Ctrl-C, RunFailed for a run that

@@ -67,7 +67,7 @@ class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Play(msgspec.Struct, frozen=True, kw_only=True):
-    """Start sample ``number``; without a task, cancel it. Number 0 is none: the controller lives."""
+    """Start sample ``number``; without a task, cancel it. Number 0 is none: it ends the silence."""
 
     number: int
     task: dict[str, Any] | None = None
@@ -331,7 +331,7 @@ class _Worker:
             self._kill(process)
 
     def _kill(self, process: Process) -> None:
-        """srun ends its task at SIGTERM; after SIGKILL it would go on."""
+        """srun ends its task at SIGTERM; after SIGKILL it would continue."""
         if not self._launcher:
             _signal_group(process, signal.SIGKILL)
         elif process.returncode is None:

@@ -5,10 +5,8 @@ Reads prompts and tokenizer while the servers start, binds its control socket an
 parent's death end it and its scorer children.
 """
 
-import argparse
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,11 +18,10 @@ from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowCo
 from areal_lora.config.recorded import adapter_run, alone, read_config
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
-from areal_lora.errors import ArealLoraError, exit_code_of
+from areal_lora.errors import ArealLoraError
 from areal_lora.obs.machine import MachineWatch
-from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import collector_paused, die_with_parent, rare_full_collections
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.startup import collector_paused, rare_full_collections
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
@@ -39,16 +36,15 @@ from areal_lora.rollout.controller.pacing import StalenessBudget
 from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
-from areal_lora.rollout.ledger.curricula import Curriculum
+from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
-from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, set_status
+from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, run_role, set_status, signalled
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import RewardSum
 
@@ -76,21 +72,13 @@ class AdapterData:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.rollout.main", description=__doc__)
-    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    run_folder: RunFolder = parser.parse_args(argv).run_folder
-    setup_logging(ROLE, 0)
-    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
-    die_with_parent(signal.SIGTERM)
-    try:
-        config = read_config(run_folder)
-        data = load_data(config, run_folder)
-        asyncio.run(serve(config, run_folder, data))
-    except (ArealLoraError, OSError) as error:
-        log.error("%s: %s", type(error).__name__, error, exc_info=isinstance(error, OSError))
-        return exit_code_of(error)
-    set_status(run_folder, ROLE, 0, "stopped")
-    return 0
+    return run_role(ROLE, _control, argv)
+
+
+def _control(run_folder: RunFolder) -> None:
+    config = read_config(run_folder)
+    data = load_data(config, run_folder)
+    asyncio.run(serve(config, run_folder, data))
 
 
 def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
@@ -227,10 +215,7 @@ async def serve(
 
     Raises the first error of any rollout or request.
     """
-    if stop is None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop or signalled()
     secret = read_secret(run_folder)
     rollout = config.rollout
     router = Router(

@@ -60,10 +60,10 @@ def refused(path: Path | str, error: OSError) -> RecordError:
     )
 
 
-def whole_lines(path: Path, end: int | None = None) -> Iterator[bytes]:
-    """The lines of ``path`` that are whole, one at a time; those that start before byte ``end``, if it is given."""
-    at = 0
+def whole_lines(path: Path, end: int | None = None, at: int = 0) -> Iterator[bytes]:
+    """The whole lines of ``path``, one at a time, from byte ``at`` on; with ``end`` those that start before it."""
     with path.open("rb") as file:
+        file.seek(at)
         for line in file:
             if not line.endswith(b"\n") or (end is not None and at >= end):
                 return

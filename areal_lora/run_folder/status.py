@@ -1,4 +1,4 @@
-"""Statuses and heartbeats of the processes of a run.
+"""Statuses and heartbeats of the processes of a run; the main function of those that there is one of.
 
 - ``status/<role>-<index>.txt``: what a process does or waits for, one line. Console and stall reports show it.
 - ``heartbeats/<role>-<index>``: touched while the process makes progress. Trainer rank 0 beats in its loop and in its
@@ -6,17 +6,22 @@
   progress within its limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
+import argparse
 import asyncio
 import contextlib
 import shutil
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from areal_lora.processes.log import get_logger
+from areal_lora.errors import ArealLoraError, exit_code_of
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import die_with_parent
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import create_secret
@@ -219,3 +224,31 @@ def forget_sessions(run_folder: RunFolder) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for file in (here.secret, here.session_name, here.page, here.restart_request, here.restart_progress):
         file.unlink(missing_ok=True)
+
+
+def run_role(role: str, serve: Callable[[RunFolder], object], argv: Sequence[str] | None = None) -> int:
+    """Main function of the only process of ``role``: its arguments, log, stacks and end with its parent.
+
+    An error of ``serve`` is logged. Returns the exit code.
+    """
+    parser = argparse.ArgumentParser(description=f"The {role} of a run; started by the launcher.")
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    run_folder: RunFolder = parser.parse_args(argv).run_folder
+    setup_logging(role, 0)
+    stacks.install(run_folder.stack_dump(f"{role}-0"))
+    die_with_parent(signal.SIGTERM)
+    try:
+        serve(run_folder)
+    except (ArealLoraError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error, exc_info=isinstance(error, OSError))
+        return exit_code_of(error)
+    set_status(run_folder, role, 0, "stopped")
+    return 0
+
+
+def signalled() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT. In the running event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop

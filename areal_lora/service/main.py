@@ -12,12 +12,10 @@ Every HTTP request has a bearer key, whose tenant sees its own adapters and noth
 error has path, reason and fix.
 """
 
-import argparse
 import asyncio
 import logging
 import os
 import shutil
-import signal
 import sys
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
@@ -32,15 +30,13 @@ from starlette.responses import Response
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
-from areal_lora.errors import ArealLoraError, ExitCode, RequestError, Unavailable
+from areal_lora.errors import RequestError, Unavailable
 from areal_lora.network.http_server import CLOSE_S, HttpServer, listening
-from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import die_with_parent
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
-from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
+from areal_lora.run_folder.status import EVENT_LOOP, Heart, run_role, set_status, signalled
 from areal_lora.service import http
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.download import Downloads, downloaded, open_download
@@ -265,28 +261,10 @@ HOST = "127.0.0.1"
 log = get_logger("areal_lora.service.main")  # __name__ is __main__ here
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.service.main", description=__doc__)
-    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    run_folder: RunFolder = parser.parse_args(argv).run_folder
-    setup_logging(ROLE, 0)
-    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
-    die_with_parent(signal.SIGTERM)
-    try:
-        asyncio.run(serve(read_config(run_folder), run_folder))
-    except ArealLoraError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return error.exit_code
-    set_status(run_folder, ROLE, 0, "stopped")
-    return ExitCode.DONE
-
-
 async def serve(config: Config, run_folder: RunFolder) -> None:
     """Serve until SIGTERM or SIGINT."""
     api_config = api_of(config)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = signalled()
     sock = listening(HOST, api_config.port, "service.api.port")
     async with AsyncExitStack() as stack:
         shutil.rmtree(run_folder.service_exports, ignore_errors=True)  # of downloads of an earlier process
@@ -352,7 +330,7 @@ async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[st
 
 
 if __name__ == "__main__":
-    code = main()
+    code = run_role(ROLE, lambda folder: asyncio.run(serve(read_config(folder), folder)))
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

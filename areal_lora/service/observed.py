@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 
@@ -53,22 +55,13 @@ class RunObserver:
         self._seen: dict[str, ObservedAdapter] = {}
 
     def look(self) -> bool:
-        """Read new records, at most about ``READ_BYTES``; True while there are more. A torn line stays."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return False
-        with file:
-            start = self._at
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return False
-                if self._at - start > READ_BYTES:
-                    return True
+        """Read new records, at most about ``READ_BYTES``; False where those were all. A torn line stays."""
+        end = self._at + READ_BYTES
+        with suppress(FileNotFoundError):
+            for line in whole_lines(self._path, end, self._at):
                 self._take(line, self._at)
                 self._at += len(line)
-        return False
+        return self._at >= end
 
     def of(self, key: str) -> ObservedAdapter:
         return self._seen.get(key) or ObservedAdapter()

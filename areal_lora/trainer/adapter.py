@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from areal_lora.algorithms.correction import choose
 from areal_lora.algorithms.losses import adapted
+from areal_lora.algorithms.mismatch import choose
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import AdapterConfig, Config

@@ -14,8 +14,8 @@ from areal_lora.algorithms.advantages import explained_variance, sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.algorithms.mismatch import TrainerScores, chain, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
-from areal_lora.obs.mismatch_bill import GAP, KL
 from areal_lora.obs.trace import Spans
+from areal_lora.obs.warnings import GAP, KL
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
 from areal_lora.rollout.channel.channel_messages import Batch, Stats
 from areal_lora.trainer.audit import Audit

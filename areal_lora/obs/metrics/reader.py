@@ -107,20 +107,15 @@ class MetricsTail:
         found: list[records.Record] = []
         if not self.path.exists():
             return found
-        start = self._offset
-        with self.path.open("rb") as file:
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n") or self._offset - start > TAIL_BYTES:
+        for line in whole_lines(self.path, self._offset + TAIL_BYTES, self._offset):
+            try:
+                found.append(_decode(_RECORD, line, self.path, self._lines + 1))
+            except ConfigError:
+                if found:
                     break
-                try:
-                    found.append(_decode(_RECORD, line, self.path, self._lines + 1))
-                except ConfigError:
-                    if found:
-                        break
-                    self._pass(line)
-                    raise
                 self._pass(line)
+                raise
+            self._pass(line)
         return found
 
     def _pass(self, line: bytes) -> None:

@@ -23,9 +23,9 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.groups import DropReport, FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
+from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK, apply, decode_snapshot, plan_for, take_snapshot
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 

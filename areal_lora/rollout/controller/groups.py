@@ -21,8 +21,8 @@ from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pacing import STALE, GroupTally
+from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Cause, TokenColumns, Trajectory, TrajectoryGroup
 

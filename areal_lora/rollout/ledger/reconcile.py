@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import RolloutError
+from areal_lora.rollout.ledger.curricula import Counts
 from areal_lora.rollout.ledger.ledger import (
     LIVE,
     SCHEMA_VERSION,
@@ -34,7 +35,6 @@ from areal_lora.rollout.ledger.ledger import (
     OpenGroup,
     counted,
 )
-from areal_lora.rollout.ledger.solved_shares import Counts
 from areal_lora.run_folder.paths import RunFolder
 
 ROLLED_BACK = "rolled_back"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from areal_lora.obs.metrics.records import CheckpointRecord, MembersRecord, PublishRecord, Record, StepRecord
-from areal_lora.obs.mismatch_bill import GAP, KL
+from areal_lora.obs.warnings import GAP, KL
 from tests.support.obs.records import step_record
 
 BEFORE, WITHIN = 12, 5

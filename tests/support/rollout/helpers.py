@@ -17,10 +17,9 @@ from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_o
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
-from areal_lora.rollout.ledger.curricula import Curriculum
+from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode, Scorer, SingleTurnWorkflow, Workflow, WorkflowContext
 from areal_lora.types import AdapterRef, Sample, TokenColumns, Trajectory, TrajectoryGroup
 from tests.support.clocks import Clock

@@ -9,9 +9,7 @@ the groups, and forwards requests. So a remote version is live under the same tr
 and counts as late or lost by the same rules. Shards pass through unread; the remote worker compares the fingerprints.
 """
 
-import argparse
 import asyncio
-import signal
 import sys
 import time
 from functools import partial
@@ -33,17 +31,15 @@ from areal_lora.engine.vllm_ext.remote import remote_seat as m
 from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
 from areal_lora.engine.vllm_ext.server.guards import MAX_DATA_BODY_BYTES, BearerAuth, guarded
 from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls
-from areal_lora.errors import ArealLoraError, PublishError
+from areal_lora.errors import PublishError
 from areal_lora.network.addresses import bracketed
 from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer, listening
 from areal_lora.network.tls import Plane, bearer_key, certified_context
-from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import die_with_parent
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import claim_indices, forget_endpoint, publish_endpoint, read_secret
-from areal_lora.run_folder.status import EVENT_LOOP, Heart, set_status
+from areal_lora.run_folder.status import EVENT_LOOP, Heart, run_role, set_status, signalled
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.manifest import base_digest, shard_key_bytes
 
@@ -187,9 +183,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
 async def serve(config: Config, run_folder: RunFolder) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError for an address or certificate that cannot be used."""
     assert config.rollout.remote is not None
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = signalled()
     remote, tls = config.rollout.remote, None
     sock = listening(remote.host, remote.port, "rollout.remote.port")
     if remote.certificate is not None:
@@ -218,21 +212,5 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
     heart.stop()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.remote.remote_gateway", description=__doc__)
-    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    run_folder: RunFolder = parser.parse_args(argv).run_folder
-    setup_logging(ROLE, 0)
-    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
-    die_with_parent(signal.SIGTERM)
-    try:
-        uvloop.run(serve(read_config(run_folder), run_folder))
-    except ArealLoraError as error:
-        log.error("%s", error)
-        return error.exit_code
-    set_status(run_folder, ROLE, 0, "stopped")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(ROLE, lambda folder: uvloop.run(serve(read_config(folder), folder))))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.rollout.controller.groups import Lease, Ticket
+from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.rollout.ledger.reconcile import decode_snapshot
-from areal_lora.rollout.ledger.solved_shares import SolvedShares
 from areal_lora.rollout.workflow import Episode
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 

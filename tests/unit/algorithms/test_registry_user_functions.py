@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.algorithms.losses import Clip
-from areal_lora.algorithms.user_functions import own_advantage, own_loss
+from areal_lora.algorithms.registry import own_advantage, own_loss
 from areal_lora.errors import ConfigError
 from areal_lora.trainer.learn import annotate, make_loss
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch

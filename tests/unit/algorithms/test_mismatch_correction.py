@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from areal_lora.algorithms.correction import choose
 from areal_lora.algorithms.losses import policy_loss
+from areal_lora.algorithms.mismatch import choose
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.types import Correction

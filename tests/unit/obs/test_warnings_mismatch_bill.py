@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.obs.mismatch_bill import CAUSES, GAP, KL, RECENT, bill, bill_lines
+from areal_lora.obs.warnings import CAUSES, GAP, KL, RECENT, bill, bill_lines
 from tests.support.obs.records import step_record
 
 
