@@ -104,10 +104,10 @@ class PackedShard:
             self._trailer[:-SEAL_BYTES] = masked(self.sums, sealed, self._keys.mask).view(np.uint8)
             self._advance(self._done, sealed=True)
 
-    def place(self, at: int, part: np.ndarray) -> None:
-        """Store a part (uint8 [n]) of a shard that another process has packed, trailer included; in order of ``at``."""
+    def place(self, at: int, part: bytes) -> None:
+        """Store a part of a shard that another process has packed, trailer included; call it in order of ``at``."""
         end = at + len(part)
-        self._segment.bytes[at:end] = part
+        self._segment.bytes[at:end] = np.frombuffer(part, dtype=np.uint8)
         self._advance(int(np.searchsorted(self._table.ends, end, side="right")), sealed=end >= self._end)
 
     def abandon(self) -> None:

@@ -89,7 +89,6 @@ SHORT = {
     "engine/vllm_ext/remote/remote_seat.py:RemoteSeat._in_thread": "one join or transfer; it is awaited",
     "engine/vllm_ext/remote/shards.py:ShardStore.put": "one upload; the transfers that need it await it",
     "engine/vllm_ext/remote/shards.py:ShardStore._call": "one call of a file system; it is awaited",
-    "engine/vllm_ext/remote/shards.py:fetch": "one stream in a TaskGroup that is awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer.__init__": "one join or transfer of each source; awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._in_thread": "one join or transfer; it is awaited",
     "engine/vllm_ext/remote/remote_server.py:RemoteServer._work": "one request in a TaskGroup that is awaited",

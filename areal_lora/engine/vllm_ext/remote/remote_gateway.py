@@ -146,14 +146,13 @@ class RemoteGateway:
     async def _get_shard(self, request: Request) -> Response:
         number, source = request.path_params["transfer"], request.path_params["source"]
         spool = self._seat(request).spools.get((number, source))
-        query = request.query_params
-        at, step = int(query["at"]), int(query["step"])
-        if spool is None or not 0 <= at < len(spool.memory) or step < 1:
+        query, at = request.query_params, int(request.query_params["at"])
+        if spool is None or not 0 <= at < len(spool.memory):
             raise PublishError("this shard is not sent any more")
         if self._store is not None:
             return Response(await spool.stored())
         base = self._bases.find(spool.ref.name, spool.source, len(spool.memory), query["base"])
-        return StreamingResponse(spool.frames(at, step, base), 200 if base is None else 226, media_type=BYTES)
+        return StreamingResponse(spool.frames(at, base), 200 if base is None else 226, media_type=BYTES)
 
     async def _leaves(self, request: Request) -> Response:
         self._end(self._seat(request), "leaves")

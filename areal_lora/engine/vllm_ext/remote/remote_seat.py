@@ -146,16 +146,14 @@ class ShardSpool:
         self.ready, self._failure = ready, failure
         self._more.set()
 
-    async def frames(self, at: int, step: int, base: np.ndarray | None) -> AsyncIterator[bytes]:
-        """Yield what differs from ``base`` in the parts from byte ``at`` on, each ``step`` behind the one before it.
-
-        Raises PublishError if one does not arrive.
-        """
-        for start in range(at, len(self.memory), step):
-            part = slice(start, min(start + PART_BYTES, len(self.memory)))
-            await self._until(lambda end=part.stop: self.ready >= end)  # type: ignore[misc]
+    async def frames(self, at: int, base: np.ndarray | None) -> AsyncIterator[bytes]:
+        """Yield what differs from ``base`` from byte ``at`` on, as it arrives. Raises PublishError if it does not."""
+        while at < len(self.memory):
+            await self._until(lambda at=at: self.ready > at)  # type: ignore[misc]
+            part = slice(at, min(self.ready, at + PART_BYTES))
             before = None if base is None else base[part]
             yield await asyncio.to_thread(frame, self.memory[part], before, self._item_bytes)
+            at = part.stop
 
     async def stored(self) -> str:
         """The shard's name in the store, once it is there. Raises PublishError if it does not arrive."""

@@ -299,7 +299,6 @@ class RemoteServer:
                     )
             finally:
                 await asyncio.wait([sent])
-                sent.exception()  # where fetching has raised, that is the reason
             await sent
 
         relays = [relay(source, coming) for source, coming in shards.items()]

@@ -2,9 +2,8 @@
 
     frame = uint32 bytes of a part | uint32 bytes of what follows | zstd(planes(part xor base))
 
-Over HTTP a shard is several streams of frames, which take its parts in turn, sent as these arrive: on a long line that
-loses segments one connection carries little. ``base`` is an earlier version that both sides hold, else zeros. Planes
-hold the first byte of all numbers, then the second, and so on: exponents, which seldom change, meet.
+Over HTTP a shard is a stream of frames, sent as its parts arrive. ``base`` is an earlier version that both sides hold,
+else zeros. Planes hold the first byte of all numbers, then the second, and so on: exponents, which seldom change, meet.
 Neither way is trusted: workers compare fingerprints of what results.
 """
 
@@ -31,7 +30,6 @@ from areal_lora.weight_sync.trainer.publish_job import PackedShard
 
 HEAD = struct.Struct("<II")
 PART_BYTES = 1 << 20
-STREAMS = 8
 FRAME_BYTES = 2 * PART_BYTES
 """No body is longer: zstd adds less than 1 % to bytes that it cannot compress."""
 _CODEC = pa.Codec("zstd", compression_level=1)
@@ -167,22 +165,17 @@ def open_store(url: str | None) -> ShardStore | None:
 
 
 class IncomingShard:
-    """``memory`` (uint8 [nbytes]) has received some parts, and ``shard`` those before ``at``.
-
-    ``base`` is an earlier shard.
-    """
+    """``memory`` (uint8 [nbytes]) and ``shard`` have received bytes up to ``at``; ``base`` is an earlier shard."""
 
     def __init__(self, shard: PackedShard, nbytes: int, item_bytes: int, base: np.ndarray | None) -> None:
         self.shard, self.nbytes, self.item_bytes, self.base = shard, nbytes, item_bytes, base
         self.memory, self.at = np.empty(nbytes, dtype=np.uint8), 0
-        self._ends: dict[int, int] = {}  # of parts whose predecessors have not all arrived, by their start
 
-    def place(self, start: int, part: np.ndarray) -> None:
-        self.memory[start : start + len(part)] = part
-        self._ends[start] = start + len(part)
-        while (end := self._ends.pop(self.at, None)) is not None:
-            self.shard.place(self.at, self.memory[self.at : end])
-            self.at = end
+    def place(self, part: bytes) -> None:
+        end = self.at + len(part)
+        self.memory[self.at : end] = np.frombuffer(part, dtype=np.uint8)
+        self.shard.place(self.at, part)
+        self.at = end
 
 
 async def fetch(
@@ -192,45 +185,30 @@ async def fetch(
 
     Raises PublishError at the ``deadline``, or for a shard that does not arrive at the gateway or in the store.
     """
-    n = min(STREAMS, -(-coming.nbytes // PART_BYTES)) if store is None else 1
+    base = "" if coming.base is None else seal_of(coming.base)
+    broken = (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError)
     try:
-        async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as tasks:
-            for each in range(n):
-                tasks.create_task(_stream(opened, path, coming, each * PART_BYTES, n * PART_BYTES, store))
+        async with asyncio.timeout(deadline - time.monotonic()):
+            while coming.at < coming.nbytes:
+                with contextlib.suppress(*broken):
+                    async with opened("GET", path, params={"at": coming.at, "base": base}) as response:
+                        if store is None:
+                            await _receive(response.content, coming, differs=response.status == 226)
+                        else:
+                            name = await response.text()
+                            async for part in store.read(name, coming.at, coming.nbytes):
+                                coming.place(part)
+                if coming.at < coming.nbytes:
+                    await asyncio.sleep(RETRY_S)
     except TimeoutError:
         raise PublishError(f"{coming.at} of {coming.nbytes} bytes of a shard have arrived in time") from None
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
-async def _stream(
-    opened: Callable[..., Any], path: str, coming: IncomingShard, at: int, step: int, store: ShardStore | None
-) -> None:
-    """Fetch the parts from ``at`` on, each ``step`` behind the one before it; all that follows, from a store."""
-    base = "" if coming.base is None else seal_of(coming.base)
-    while at < coming.nbytes:
-        with contextlib.suppress(aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError):
-            async with opened("GET", path, params={"at": at, "step": step, "base": base}) as response:
-                if store is None:
-                    before = coming.base if response.status == 226 else None
-                    while at < coming.nbytes:
-                        coming.place(at, await _received(response.content, coming, at, before))
-                        at += step
-                else:
-                    name = await response.text()
-                    async for part in store.read(name, at, coming.nbytes):
-                        coming.place(at, np.frombuffer(part, dtype=np.uint8))
-                        at += len(part)
-        if at < coming.nbytes:
-            await asyncio.sleep(RETRY_S)
-
-
-async def _received(
-    content: aiohttp.StreamReader, coming: IncomingShard, at: int, base: np.ndarray | None
-) -> np.ndarray:
-    """The part from byte ``at`` on (uint8 [n]), of its difference to ``base`` or of its own bytes."""
-    size, length = HEAD.unpack(await content.readexactly(HEAD.size))
-    if size != min(PART_BYTES, coming.nbytes - at) or length > FRAME_BYTES:
-        raise aiohttp.ClientPayloadError("a frame with a wrong head")
-    before = None if base is None else base[at : at + size]
-    return part_of(await content.readexactly(length), size, before, coming.item_bytes)
+async def _receive(content: aiohttp.StreamReader, coming: IncomingShard, *, differs: bool) -> None:
+    """Frames until the shard is complete; of its difference to ``coming.base``, or of its own bytes."""
+    while coming.at < coming.nbytes:
+        size, length = HEAD.unpack(await content.readexactly(HEAD.size))
+        if not 0 < size <= min(PART_BYTES, coming.nbytes - coming.at) or length > FRAME_BYTES:
+            raise aiohttp.ClientPayloadError("a frame with a wrong head")
+        base = coming.base[coming.at : coming.at + size] if differs and coming.base is not None else None
+        coming.place(part_of(await content.readexactly(length), size, base, coming.item_bytes).tobytes())

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from areal_lora.engine.vllm_ext.remote import remote_seat, shards
+from areal_lora.engine.vllm_ext.remote import remote_seat
 from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config
-from areal_lora.engine.vllm_ext.remote.shards import STREAMS
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
 from areal_lora.run_folder.paths import RunFolder
@@ -154,18 +153,15 @@ def test_wrong_bytes_of_a_store_are_refused_and_its_errors_cost_no_version(
 def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (remote_seat, shards):
-        monkeypatch.setattr(module, "PART_BYTES", 400)
+    monkeypatch.setattr(remote_seat, "PART_BYTES", 400)
     world.publish(0).wait()
     machine = joined(world, tmp_path)
     world.publish(1).wait()
-    world.damage.cut_at = 500  # of two parts or more
+    world.damage.cut_at = 1000
     report = world.publish(2).wait()
     assert (members(report), report.attempts, world.damage.cut_at) == (["server-0", "server-1"], 1, None)
-    starts = world.damage.starts
-    each = [400 * stream for stream in range(STREAMS)]
-    assert sorted(starts[:STREAMS]) == sorted(starts[STREAMS : 2 * STREAMS]) == each
-    assert starts[2 * STREAMS :] == [starts[STREAMS] + 400 * STREAMS], "that stream continues at its second part"
+    *starts, last = world.damage.starts
+    assert (starts, 0 < last < 2000) == ([0, 0], True)
     assert equal(machine.memory, world.local, 2)
 
 
