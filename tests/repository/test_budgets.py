@@ -25,28 +25,28 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 876,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
-    "algorithms": 1581,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
+    "algorithms": 1573,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1438,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2347,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; restart-servers
-    "config": 4450,  # remote, its store; groups; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
+    "config": 4475,  # remote; groups; slots; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
     "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
-    "distributed": 378,  # scatter; the end of a formation
+    "distributed": 383,  # scatter; the end of a formation; waits of N ranks
     "doctor": 993,
-    "engine": 11295,  # structured outputs; remote servers; routes; kept ids, caches; virtual stages; served weights
+    "engine": 11273,  # structured outputs; remote servers; routes; kept ids, caches; virtual stages; served weights
     "families": 1402,  # FLOPs of passes; sizes of routes; the modules of targets
-    "launcher": 4824,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts
+    "launcher": 4840,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
     "library": 472,  # loss, advantage
     "network": 1010,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4647,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch; joins
+    "obs": 4638,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch; joins
     "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8235,  # workers, their memory; OpenEnv; curricula; streams, Anthropic, grammars; sample time-outs
-    "run_folder": 1064,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats
-    "service": 5468,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "rollout": 8397,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; sample time-outs
+    "run_folder": 1097,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
+    "service": 5439,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3211,  # the time of scoring; reward models; mapped rows, rows by column
-    "trainer": 4146,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; copies between operations
-    "weight_sync": 5516,  # relays: tree, groups, requests; shard keys; views; pings; differences; deaths in a formation
+    "trainer": 4163,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; audits of lost versions
+    "weight_sync": 5551,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; float16
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
