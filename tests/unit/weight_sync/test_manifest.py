@@ -139,7 +139,7 @@ def test_shard_level_faults_are_refused(layout):
     for fields, reason in (
         ({"shards": (shard, shard)}, RefusalReason.DUPLICATE),
         ({"shards": (msgspec.structs.replace(shard, nbytes=shard.nbytes + 64),)}, RefusalReason.SIZE),
-        ({"dtype": "float16"}, RefusalReason.DTYPE),
+        ({"dtype": "float64"}, RefusalReason.DTYPE),
     ):
         with pytest.raises(ManifestError) as e:
             check_layout(msgspec.structs.replace(layout, **fields), moe_shapes(4))
