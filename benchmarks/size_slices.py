@@ -217,7 +217,7 @@ def megatron(case: Case, layers: int) -> Iterator[Slice]:
     from megatron.core.transformer import mlp
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    from areal_lora.engine.megatron_utils import megatron_model
+    from areal_lora.engine.megatron_utils import exchange_sizes, megatron_model
 
     sharded, settings = case.sharded(layers), megatron_model._settings
     hf = dict(case.model) | {"num_hidden_layers": layers}
@@ -233,9 +233,17 @@ def megatron(case: Case, layers: int) -> Iterator[Slice]:
                 if getattr(self, name) is not None:
                     setattr(self, name, equal(getattr(self, name)).numpy())
         if point == self.cuda_sync_point:
-            # What waits on GPUs for these numbers: one event.
-            torch.ops.aten.equal(torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu"))
+            wait()
         return tokens_per_expert
+
+    def on_host(numbers: Tensor) -> Tensor:
+        wait()
+        each = equal(torch.empty(case.ep))
+        return torch.cat([each, each, each.sum(0, keepdim=True) * case.ep]).expand(numbers.shape)
+
+    def wait() -> None:
+        """As on GPUs for numbers of the device: one event."""
+        torch.ops.aten.equal(torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu"))
 
     def equal(numbers: Tensor) -> Tensor:
         found = torch.full(numbers.shape, rows // numbers.numel(), dtype=torch.int64, device="cpu")
@@ -269,6 +277,7 @@ def megatron(case: Case, layers: int) -> Iterator[Slice]:
         patched(mock.patch.object(schedules, "torch", OnMeta()))
         patched(mock.patch.object(RmsNorm, "forward", lambda _, x: FusedNorm.apply(x)))
         patched(mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", read))
+        patched(mock.patch.object(exchange_sizes, "on_host", on_host))
         fused = {
             "fused_permute_with_probs": permute,
             "fused_unpermute": unpermute,

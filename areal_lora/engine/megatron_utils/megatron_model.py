@@ -40,6 +40,7 @@ from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.served_weights import MergedPart, ServedSite
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
+from areal_lora.engine.megatron_utils.exchange_sizes import with_sizes
 from areal_lora.engine.megatron_utils.modules import Packing
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL
@@ -262,6 +263,7 @@ class MegatronModel:
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
+        self._dispatcher = modules.exchanging(self.module)
         # In place of Megatron's own, which knows neither a micro-batch's keys nor what to keep of our attention.
         layers = (layer for layer in self.module.modules() if isinstance(layer, TransformerLayer))
         recompute(layers, trainer.recompute, self.active)
@@ -311,7 +313,10 @@ class MegatronModel:
             if not queue:
                 self._packing.keep(earlier)
                 packed = next(batches)
-                plan = self._packing.add(packed.attention, packed.tokens)
+                tokens, dispatcher = packed.tokens, self._dispatcher
+                if dispatcher and tokens.routes is not None and not self.active.compares:
+                    tokens = with_sizes(packed, dispatcher)
+                plan = self._packing.add(packed.attention, tokens)
                 for each in queues:
                     each.append((packed, plan))
             packed, plan = queue.popleft()

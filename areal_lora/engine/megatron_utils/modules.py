@@ -44,6 +44,7 @@ from areal_lora.engine.layers.grouped_lora import Groups, UpProjection, down_pro
 from areal_lora.engine.layers.output import OutputSite
 from areal_lora.engine.layers.router_replay import replay
 from areal_lora.engine.megatron_utils.base_weights import LINEAR, scope_of
+from areal_lora.engine.megatron_utils.exchange_sizes import CountedDispatcher, SizedTokens, own_part
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
@@ -191,26 +192,8 @@ class RouterChoice:
         found, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if (routes := self.active.routes(self.layer)) is None:
             return found, own
-        routes = _own_part(routes, len(scores))
+        routes = own_part(routes, len(scores))
         return (found, own) if self.active.compared(own, routes) else replay(scores, own, routes)
-
-
-class CountedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Megatron's, which waits once where a routing is dispatched twice, and never where all experts are on this rank.
-
-    ``counts`` are those of the first dispatch, which keeps all sizes; None before.
-    """
-
-    counts: Tensor | None = None
-
-    def preprocess(self, routing_map: Tensor) -> Tensor:
-        return super().preprocess(routing_map) if self.counts is None else self.counts
-
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        if self.counts is not None or (self.ep_size == self.tp_size == 1 and self.config.moe_permute_fusion):
-            return tokens_per_expert
-        found: Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        return found
 
 
 def follow_tokens(model: nn.Module) -> None:
@@ -223,11 +206,19 @@ def follow_tokens(model: nn.Module) -> None:
                 layer.token_dispatcher.__class__ = CountedDispatcher  # a layer knows its dispatchers by name only
 
 
+def exchanging(model: nn.Module) -> CountedDispatcher | None:
+    """One of the dispatchers of ``model``, which are alike, if they exchange rows with other ranks."""
+    found = (layer.token_dispatcher for layer in model.modules() if isinstance(layer, MoELayer))
+    return next((each for each in found if isinstance(each, CountedDispatcher) and each.exchanges), None)
+
+
 def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     """Runs in every pass and recomputation, before the tokens are dispatched."""
     experts, (probs, routing_map) = layer.experts, output
-    active = experts.active
+    active, choice = experts.active, layer.router.router_replay
     experts.rows = layer.token_dispatcher.counts = None
+    if isinstance(choice.active.tokens, SizedTokens):
+        layer.token_dispatcher.expect(choice.active.tokens, choice.layer)
     if active.drops or len(active.each) > 1:
         assert active.tokens is not None
         lanes, owners = to_lanes(active.tokens.keys), active.tokens.owners
@@ -239,16 +230,10 @@ def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tup
 
 def _dispatched(dispatcher: Any, lanes: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
     """``lanes`` [t, n] of the whole micro-batch to [T, n] of this rank's rows; a rank may have ``own`` tokens only."""
-    lanes, probs = dispatcher.dispatch_preprocess(_own_part(lanes, own)[:, None], routing_map, probs)
+    lanes, probs = dispatcher.dispatch_preprocess(own_part(lanes, own)[:, None], routing_map, probs)
     lanes, probs = dispatcher.token_dispatch(lanes, probs)
     rows, dispatcher.counts, _ = dispatcher.dispatch_postprocess(lanes, probs)
     return rows
-
-
-def _own_part(rows: Tensor, own: int) -> Tensor:
-    """Of the micro-batch's ``rows`` [t, n] those of a rank that has ``own`` of its tokens, all or a part of them."""
-    first = parallel_state.get_tensor_model_parallel_rank() * own if own < len(rows) else 0
-    return rows[first : first + own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,13 +150,13 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
     )
 
 
-def make_routes(rows: list[list[int]], layers: int) -> Tensor:
-    """[T, layers, 2]: random experts by a token's text so far, as equal starts have equal ones; of some tokens -1."""
+def make_routes(rows: list[list[int]], layers: int, known: float = 0.7) -> Tensor:
+    """[T, layers, 2]: random experts by its text so far, as equal starts have equal ones; -1 but of ``known``."""
     found = []
     for text in (row[:end] for row in rows for end in range(1, len(row) + 1)):
         draw = np.random.default_rng(text)
         own = [draw.permutation(EXPERTS)[:2] for _ in range(layers)]
-        found.append(own if draw.random() < 0.7 else [[-1, -1]] * layers)
+        found.append(own if draw.random() < known else [[-1, -1]] * layers)
     return torch.tensor(np.array(found, dtype=np.int16))
 
 
