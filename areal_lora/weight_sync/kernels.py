@@ -167,11 +167,8 @@ def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     """
     multipliers = carray(pointer(keys), width, np.uint64)
     # An exponent of ones, and no other, carries into the sign bit, which the mask has cleared.
-    mask, lowest = np.uint32(0x7F800000), np.uint32(0x00800000)
-    if kind == BF16:
-        mask, lowest = np.uint32(0x7F807F80), np.uint32(0x00800080)
-    elif kind == F16:
-        mask, lowest = np.uint32(0x7C007C00), np.uint32(0x04000400)
+    mask = np.uint32(0x7F800000 if kind == F32 else 0x7F807F80 if kind == BF16 else 0x7C007C00)
+    lowest = np.uint32(mask & ~np.uint32(mask << np.uint32(1)))
     whole = size if kind == F32 else size // 2
     words_end = size if kind == F32 else (size + 1) // 2
     h, carries, done = np.uint64(size), np.uint32(0), 0
