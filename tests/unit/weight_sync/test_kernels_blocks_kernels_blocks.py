@@ -96,7 +96,9 @@ def test_rounding_is_that_of_torch_at_every_edge(dtype):
     torch.testing.assert_close(torch.from_numpy(read), values, rtol=0, atol=0, equal_nan=True)
     finite = values[values.isfinite()].double()
     middles = ((finite[1:] + finite[:-1]) / 2).float().numpy().view(np.uint32)
-    bits = np.concatenate([middles, middles - 1, middles + 1, read.view(np.uint32), [1, 0x477FF000, 0x477FEFFF]])
+    bits = np.concatenate(
+        [middles, middles - 1, middles + 1, read.view(np.uint32), [1, 0x477FF000, 0x477FEFFF, 0x7F800001]]
+    )
     bits = bits.astype(np.uint32)
     out = np.zeros(len(bits), dtype=np.uint16)
     TensorBlocks.of([[whole._replace(cols=len(bits))]], "float32", dtype).copy(bits.ctypes.data, out.ctypes.data)
