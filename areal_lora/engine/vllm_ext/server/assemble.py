@@ -18,7 +18,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from areal_lora.config import support
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
-from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.config.sizing.slots import (
+    adapter_capacity,
+    adapter_slots,
+    has_tenants,
+    kept_versions,
+    served_targets,
+    slot_layout,
+)
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
@@ -36,7 +43,7 @@ from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import MOST_KEPT
+from areal_lora.types import MOST_KEPT, ExpertLayout
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
@@ -154,6 +161,7 @@ def _lora(config: Config, targets: list[str]) -> dict[str, Any]:
         "max_loras": max_loras,
         "max_cpu_loras": max_loras,
         "lora_target_modules": vllm_modules(targets),
+        "enable_moe_shared_loras": slot_layout(config) is ExpertLayout.SHARED_OUTER,
     }
 
 
