@@ -296,7 +296,9 @@ INTERNALS: tuple[Used, ...] = (
     Used(module=f"{_LAYERS}.fused_moe", name="FusedMoE3DWithLoRA", why="experts of another form, which are refused"),
     # Weights of merged rollouts.
     Used(
-        module="vllm.lora.utils", members=("process_packed_modules_mapping",), why="which projections a model has fused; its experts"
+        module="vllm.lora.utils",
+        members=("process_packed_modules_mapping",),
+        why="which projections a model has fused; its experts",
     ),
     Used(
         module=_LINEAR,

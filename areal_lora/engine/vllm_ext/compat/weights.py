@@ -231,9 +231,8 @@ def bound_matrices(worker: Any) -> Iterator[Matrix]:
     if manager.lora_config.fully_sharded_loras:
         raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
     # The manager's own names are experts.w1, w2 and w3 where experts share matrices; a wrapped layer adds base_layer.
-    experts = [
-        name.removesuffix(".base_layer") for name in process_packed_modules_mapping(manager.model).get("experts", [])
-    ]
+    packed = process_packed_modules_mapping(manager.model)
+    experts = [name.removesuffix(".base_layer") for name in packed.get("experts", [])]
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         if isinstance(module, FusedMoEWithLoRA):

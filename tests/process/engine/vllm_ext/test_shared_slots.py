@@ -41,7 +41,7 @@ SERVERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 OUTER = r"(gate_proj|up_proj|w1|w3)\.lora_A|(down_proj|w2)\.lora_B"
 
 
-@pytest.fixture(scope="module", params=sample(SERVERS, 0, lambda name: [name.partition(" ")[2]]))
+@pytest.fixture(scope="module", params=sample(SERVERS, 0, lambda name: [" " in name]))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     family, rollout = SERVERS[request.param]
     model = make_model(tmp_path_factory.mktemp("model"), family)
