@@ -100,7 +100,8 @@ def test_every_part_of_an_adapter_scores_like_merged_hugging_face(served: Runnin
         assert largest(got, served.logprobs(published(served, tensors)[1], PROMPT)) > 1e-3
 
 
-def test_one_adapter_for_all_experts_is_served_beside_it(served: RunningServer) -> None:
+def test_what_experts_share_scores_like_hugging_face(served: RunningServer) -> None:
+    """The outer sides of the first adapter, all of the second."""
     print("seeds 2 and 3")
     (outer, first), (every, second) = published(served, served.adapter(2)), published(served, served.adapter(3), "", 1)
     for ref, full in ((outer, first), (every, second)):
