@@ -50,7 +50,8 @@ ENGINE_ARGS: Mapping[str, str] = {
     "logprobs_mode": "the training objective", "worker_extension_cls": "areal_lora",
     "enable_lora": "rollout.adapter_mode", "max_lora_rank": "rollout.max_lora_rank",
     "max_loras": "rollout.max_adapters", "max_cpu_loras": "rollout.max_adapters",
-    "lora_target_modules": "adapters.target_modules", "enable_return_routed_experts": "behaviour.router_replay",
+    "lora_target_modules": "adapters.target_modules", "enable_moe_shared_loras": "adapters.expert_layout",
+    "enable_return_routed_experts": "behaviour.router_replay",
     "aux_output_config": "behaviour.router_replay", "max_logprobs": "adapters.sampling.top_k",
 }
 # fmt: on

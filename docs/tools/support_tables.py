@@ -53,6 +53,7 @@ _MERGED_SERVER = (
 )
 _SERVER = "tests/process/engine/vllm_ext/test_server.py::test_published_versions_score_like_merged_hugging_face"
 _FAMILY_SERVER = "tests/process/engine/vllm_ext/test_families.py::test_an_adapter_scores_like_merged_hugging_face"
+_SHARED_SLOTS = "tests/process/engine/vllm_ext/test_shared_slots.py::test_what_experts_share_scores_like_hugging_face"
 _ONE_FOR_ALL = "tests/process/engine/vllm_ext/test_families.py::test_experts_that_share_one_adapter"
 _ROWLESS_TESTS = "tests/process/engine/test_without_a_row.py"
 _PEFT = f"{_ROWLESS_TESTS}::test_scores_and_exports_like_stock_peft"
@@ -246,7 +247,7 @@ MODE_LAYOUT = Table(
         ("per_expert", "unmerged"): (_SERVER,),
         ("shared", "unmerged"): (f"{_ONE_FOR_ALL}[mixtral tp2 ep2]",),
         ("shared_outer", "unmerged"): (
-            "tests/unit/engine/vllm_ext/worker/test_lora_install.py::test_one_wire_tensor_reaches_all_its_names",
+            f"{_SHARED_SLOTS}[qwen3_moe]",
             "tests/process/distributed/test_matrix.py::test_every_layout_loads_and_packs_bit_for_bit",
         ),
         ("none", "merged"): (f"{_MERGED_SERVER}[llama]",),

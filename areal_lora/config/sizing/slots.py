@@ -23,9 +23,10 @@ from itertools import accumulate, pairwise
 from areal_lora.config.models import AdapterConfig, ClientWorkflowConfig, Config
 from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.errors import ConfigError
-from areal_lora.families.family import COLUMN_PARALLEL, Scope
+from areal_lora.families.family import COLUMN_PARALLEL, MLP_LINEARS, Scope, covers
 from areal_lora.families.shape import ModelShape
-from areal_lora.families.sites import linear_sites, pieces_of
+from areal_lora.families.sites import distinct, linear_sites, pieces_of
+from areal_lora.types import ExpertLayout
 
 
 def adapter_capacity(config: Config) -> int:
@@ -56,9 +57,10 @@ def adapter_slots(config: Config) -> int:
 def slot_parameters(config: Config, shape: ModelShape) -> int:
     """Parameters of one adapter slot of a worker: all projections apart, padded to the largest rank.
 
-    vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
-    one of the adapters has a target: a slot fits all of them. With tp lora_A of a column-parallel layer and lora_B of a
-    row-parallel one are whole on every worker; expert parallel divides the experts.
+    vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, but for
+    what `slot_layout` shares, wherever one of the adapters has a target: a slot fits all of them. With tp lora_A of a
+    column-parallel layer and lora_B of a row-parallel one are whole on every worker; expert parallel divides the
+    experts.
     """
     r, total = config.rollout, 0
     for key in linear_sites(shape):
@@ -72,8 +74,20 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
             outputs //= size
         else:
             inputs //= size
-        total += r.max_lora_rank * modules * (len(pieces) * inputs + outputs)
+        n_a, n_b = distinct(slot_layout(config), key.linear, modules)
+        total += r.max_lora_rank * (n_a * len(pieces) * inputs + n_b * outputs)
     return total
+
+
+def slot_layout(config: Config) -> ExpertLayout:
+    """How slots hold experts: what `shared_outer` shares once, unless an adapter that is listed or may join differs."""
+    layouts = {
+        adapter.expert_layout
+        for adapter in config.adapters
+        if any(covers(adapter.target_modules, linear, Scope.EXPERT) for linear in MLP_LINEARS)
+    }
+    apart = config.service is not None or not layouts or ExpertLayout.PER_EXPERT in layouts
+    return ExpertLayout.PER_EXPERT if apart else ExpertLayout.SHARED_OUTER
 
 
 def slot_count(config: Config) -> int:

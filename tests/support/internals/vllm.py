@@ -44,6 +44,7 @@ INTERNALS: tuple[Used, ...] = (
             "max_loras",
             "max_cpu_loras",
             "lora_target_modules",
+            "enable_moe_shared_loras",
             "worker_extension_cls",
             "distributed_executor_backend",
             "additional_config",
@@ -201,6 +202,7 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.lora.model_manager",
         name="LRUCacheLoRAModelManager",
         members=(
+            "model",
             "modules",
             "packed_modules",
             "lora_config",
@@ -294,7 +296,9 @@ INTERNALS: tuple[Used, ...] = (
     Used(module=f"{_LAYERS}.fused_moe", name="FusedMoE3DWithLoRA", why="experts of another form, which are refused"),
     # Weights of merged rollouts.
     Used(
-        module="vllm.lora.utils", members=("process_packed_modules_mapping",), why="which projections a model has fused"
+        module="vllm.lora.utils",
+        members=("process_packed_modules_mapping",),
+        why="which projections a model has fused; its experts",
     ),
     Used(
         module=_LINEAR,

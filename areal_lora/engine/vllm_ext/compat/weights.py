@@ -197,8 +197,8 @@ class Matrix:
     """One ``lora_A`` or ``lora_B`` of the model as one worker holds it.
 
     ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
-    of which this is entry ``index`` of the second dimension; None where another worker holds it
-    (expert parallel). The part is ``start`` onwards of an in- or output dimension that is ``full``
+    of which this is entry ``index`` of the second dimension, which several experts may share; None where another
+    worker holds it (expert parallel). The part is ``start`` onwards of an in- or output dimension that is ``full``
     long (tensor parallel).
     """
 
@@ -230,8 +230,13 @@ def bound_matrices(worker: Any) -> Iterator[Matrix]:
     manager = adapter_manager(worker)
     if manager.lora_config.fully_sharded_loras:
         raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
+    # The manager's own names are experts.w1, w2 and w3 where experts share matrices; a wrapped layer adds base_layer.
+    packed = process_packed_modules_mapping(manager.model)
+    experts = [name.removesuffix(".base_layer") for name in packed.get("experts", [])]
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
+        if isinstance(module, FusedMoEWithLoRA):
+            parts = [f"{name.rpartition('.')[0]}.{part}" for part in experts]
         if all(path_of(part) is None for part in parts):
             continue
         if isinstance(module, FusedMoEWithLoRA):
@@ -277,8 +282,8 @@ def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Mat
         a, b, inputs, outputs = rows[i % 3]
         index = local[i // 3]
         for suffix, stacked, (start, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
-            held = stacked if index >= 0 else None
-            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), start=start, full=full)
+            held, only = stacked if index >= 0 else None, stacked.shape[1] - 1  # 0 where all experts share it
+            yield Matrix(name=part + suffix, stacked=held, index=min(max(index, 0), only), start=start, full=full)
 
 
 def enable_slots(worker: Any) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from areal_lora.config import support
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
-from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.config.sizing import slots
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
@@ -36,7 +36,7 @@ from areal_lora.families.family import TARGETS, Scope
 from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import MOST_KEPT
+from areal_lora.types import MOST_KEPT, ExpertLayout
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
@@ -84,7 +84,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     """Derive vLLM's arguments; reads config.json. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
     longest = engine_context(rollout.max_model_len, read_hf_config(Path(config.model.folder)))
-    targets = list(served_targets(config))
+    targets = list(slots.served_targets(config))
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
         raise ConfigError(
@@ -147,13 +147,14 @@ def _lora(config: Config, targets: list[str]) -> dict[str, Any]:
     if not ranks:
         raise ConfigError("rollout.max_lora_rank", f"{rank} is above vLLM's limit")
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
-    max_loras = adapter_slots(config) + (config.cluster.device == "cpu")
+    max_loras = slots.adapter_slots(config) + (config.cluster.device == "cpu")
     return {
         "enable_lora": True,
         "max_lora_rank": ranks[0],
         "max_loras": max_loras,
         "max_cpu_loras": max_loras,
         "lora_target_modules": vllm_modules(targets),
+        "enable_moe_shared_loras": slots.slot_layout(config) is ExpertLayout.SHARED_OUTER,
     }
 
 
@@ -181,7 +182,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         cores=tuple(sorted(os.sched_getaffinity(0))),
         model=config.model.folder,
         payload=payload,
-        adapters=adapter_capacity(config),
+        adapters=slots.adapter_capacity(config),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [
@@ -194,9 +195,9 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         engine,
         channel,
         n_workers=len(described),
-        n_slots=adapter_slots(config),
-        resident=kept_versions(config) + 1,
-        adapters=adapter_capacity(config),
+        n_slots=slots.adapter_slots(config),
+        resident=slots.kept_versions(config) + 1,
+        adapters=slots.adapter_capacity(config),
         merged=payload is Payload.MERGED,
     )
     model = engine.model_config
@@ -214,7 +215,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     slot_bytes = sum(worker.slot_bytes for worker in described)
     modules = ModulesReply(
         modules=first.modules,
-        slots=adapter_slots(config),
+        slots=slots.adapter_slots(config),
         max_rank=first.max_rank,
         slot_bytes=slot_bytes,
         payload=payload,
@@ -227,13 +228,13 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     replays = config.behaviour.router_replay == "rollout"
     shape = read_shape(Path(config.model.folder)) if replays else None
     data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers), shape)
-    data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))
+    data_app = guarded(data_plane.app(), host, secret, closed=slots.has_tenants(config))
     return Parts(
         engine=engine,
         channel=channel,
         adapters=adapters,
         counters=counters,
-        n_slots=adapter_slots(config),
+        n_slots=slots.adapter_slots(config),
         shared_before=shared_before,
         data_app=data_app,
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),

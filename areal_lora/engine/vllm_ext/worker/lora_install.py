@@ -101,9 +101,9 @@ class StackedSlotWriter:
         for name, wire in layout.aliases.items():
             full_names.setdefault(wire, []).append(name)
         starts = [stack.data_ptr() for stack in self._stacks]
-        plans = []
+        plans, taken = [], Taken()
         for shard, table in zip(layout.shards, layout.tables, strict=True):
-            blocks = self._plan_shard(layout, shard, full_names)
+            blocks = self._plan_shard(layout, shard, full_names, taken)
             plans.append(ShardPlan(blocks, StridedCopies(blocks, (0,), starts), ChunkSums(table)))
         return plans
 
@@ -145,7 +145,7 @@ class StackedSlotWriter:
         return nullcontext() if self._lane is None else self._lane.queue()
 
     def _plan_shard(
-        self, layout: AdapterLayout, shard: ShardLayout, full_names: Mapping[str, Sequence[str]]
+        self, layout: AdapterLayout, shard: ShardLayout, full_names: Mapping[str, Sequence[str]], taken: "Taken"
     ) -> TensorBlocks:
         placed = []
         for tensor in shard.tensors:
@@ -165,7 +165,13 @@ class StackedSlotWriter:
                     held, at, full = (place.shape[0], rank), (matrix.start, 0), (matrix.full, rank)
                     scale = layout.structure.scale_of(matrix.module)
                 item = ITEM_BYTES[layout.dtype]
-                blocks.append(PlacedBlock.of(tensor, place, at, held, full, item, step=step, scale=scale))
+                block = PlacedBlock.of(tensor, place, at, held, full, item, step=step, scale=scale)
+                if block.address not in taken:
+                    blocks.append(block)
+                elif taken[block.address] != (tensor, block):
+                    reason = f"{name} differs from {taken[block.address][0].name}; slots have one for all experts"
+                    raise ManifestError(RefusalReason.TARGETS, f"{reason}: use expert_layout shared_outer")
+                taken[block.address] = tensor, block
             placed.append(blocks)
         return planned(placed, layout.dtype, self._dtype, shard, self._n_slots)
 
@@ -216,6 +222,10 @@ class PlacedBlock:
         )
         nbytes = (place.shape[0] - 1) * pitch + place.shape[1] * place.element_size()
         return cls(block, place.data_ptr(), nbytes)
+
+
+Taken = dict[int, tuple[WireTensor, PlacedBlock]]
+"""What all shards put into a place, by address: experts may share one, which is written once."""
 
 
 def planned(

@@ -31,6 +31,12 @@ EXPERTS = {
     "experts ep 4": "_fused_moe_lora_one_shot_kernel",
     "experts tp 2": "_fused_moe_lora_one_shot_kernel",
     "experts tp 4": "_fused_moe_lora_one_shot_kernel",
+    "experts shared small batch": "_fused_moe_lora_small_batch_kernel",
+    "experts shared sorted": "_fused_moe_lora_one_shot_kernel",
+    "experts shared ep 2": "_fused_moe_lora_one_shot_kernel",
+    "experts shared tp 2": "_fused_moe_lora_one_shot_kernel",
+    "experts shared rank 256": "_fused_moe_lora_kernel",
+    "experts shared rank 256 descriptors": "_fused_moe_lora_kernel",
     "experts rank 256": "_fused_moe_lora_kernel",
     "experts rank 256 unsorted": "_fused_moe_lora_kernel",
     "experts rank 256 descriptors": "_fused_moe_lora_kernel",
@@ -43,7 +49,8 @@ NEWER = "0.33.0"
 
 
 def kind(case: str) -> set[str]:
-    return {case.split()[0], "rank 256" * ("rank" in case), "shards" * (" tp " in case or " ep " in case)}
+    shared, shards = "shared" * ("shared" in case), "shards" * (" tp " in case or " ep " in case)
+    return {case.split()[0], "rank 256" * ("rank" in case), shared, shards}
 
 
 CASES = [*sample(sorted(DENSE | set(EXPERTS)), 0, kind), "whole", *(f"fault: {fault}" for fault in sorted(FAULTS))]

@@ -24,6 +24,8 @@ class LayerSizes:
     expert_ffn: int = 8
     max_rank: int = 4
     slots: int = 3
+    shared_outer: bool = False
+    """Of the slots: what the experts of `ExpertLayout.SHARED_OUTER` have in common is there once."""
 
 
 def base(kind: Any, **values: Any) -> Any:
@@ -128,7 +130,7 @@ def lora_config(sizes: LayerSizes, dtype: torch.dtype) -> Any:
         max_cpu_loras=sizes.slots,
         lora_dtype=dtype,
         fully_sharded_loras=False,
-        enable_moe_shared_loras=False,
+        enable_moe_shared_loras=sizes.shared_outer,
         specialize_active_lora=False,
     )
 
@@ -143,11 +145,17 @@ def made(sizes: LayerSizes, modules: dict[str, Any], dtype: torch.dtype = torch.
 
 
 def worker_with(modules: dict[str, Any], packed: dict[str, list[str]]) -> Any:
+    """As vLLM has it: the experts' names are those of wrapped layers, and those of the manager of three stacks."""
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+    model, layer = nn.Module(), MOE.removesuffix("experts")
+    model.packed_modules_mapping = {"experts": [f"{name.removeprefix(layer)}.base_layer" for name in packed[MOE]]}
+    if modules[MOE].enable_moe_shared_loras:
+        packed = packed | {MOE: [f"{MOE}.{stack}" for stack in ("w1", "w2", "w3")]}
 
     class Manager(LRUCacheLoRAModelManager):
         def __init__(self) -> None:
-            self.modules, self.packed_modules = modules, packed
+            self.model, self.modules, self.packed_modules = model, modules, packed
             self.lora_config = SimpleNamespace(fully_sharded_loras=False)
 
     return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=Manager())))

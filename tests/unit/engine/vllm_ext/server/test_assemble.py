@@ -44,10 +44,19 @@ def test_what_other_keys_decide_is_refused_as_a_further_argument() -> None:
     """Each argument that differs from vLLM's default without ``rollout.engine_args``, but for those of CPUs."""
     of_cpus = {"enforce_eager", "block_size", "enable_chunked_prefill", "scheduler_cls", "distributed_executor_backend"}
     of_cpus.add("additional_config")
-    ours, defaults = vars(args_of("rollout.kv_cache_gib=1")), vars(assemble.AsyncEngineArgs(model=""))
+    ours = vars(args_of("rollout.kv_cache_gib=1", "adapters.0.expert_layout=shared_outer"))
+    defaults = vars(assemble.AsyncEngineArgs(model=""))
     decided = {name for name in ours if ours[name] != defaults[name]} - of_cpus
     assert decided >= {"model", "dtype", "max_loras", "worker_extension_cls"}
     assert decided <= ENGINE_ARGS.keys() <= defaults.keys()
+
+
+def test_slots_share_what_the_experts_of_all_adapters_share() -> None:
+    """Adapters that join may share nothing, and one of attention has no experts."""
+    outer, shared = ("adapters.0.expert_layout=shared_outer", "adapters.0.expert_layout=shared")
+    attention = "adapters.0.target_modules=[linear_qkv]"
+    cases = ((), (outer,), (shared,), (outer, "service={}"), (outer, attention))
+    assert [args_of(*case).enable_moe_shared_loras for case in cases] == [False, True, True, False, False]
 
 
 def test_further_arguments_reach_vllm() -> None:
