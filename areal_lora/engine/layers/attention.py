@@ -161,7 +161,7 @@ def attend(
     else:
         at = plan.window(window)
         inputs = real[0], *(_take(x, at.keys) for x in real[1:])
-        context = varlen.padded(at.runs, *inputs, scale=scale, window=window or at.runs.max_k)
+        context = varlen.padded(at.runs, *inputs, scale=scale, window=window)
     context = context.flatten(1)
     return functional.pad(context, (0, 0, 0, missing)) if missing else context
 

@@ -28,26 +28,29 @@ Saved = tuple[Tensor, ...]
 class PaddedRuns:
     """Rows of queries [m, a] and keys [m, p], of which ``n_q`` and ``n_k`` [m] are no padding.
 
-    ``kept`` [n] are the numbers of the real queries in m * a, ``rows`` [n] their rows.
+    ``square``: each run has as many keys as queries. Padding follows them, and no mask but the causal one is needed.
     """
 
     queries: Tensor
     keys: Tensor
     n_q: Tensor
     n_k: Tensor
-    kept: Tensor
-    rows: Tensor
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    square: bool
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Additive, [m, 1, a, p], of causal attention in a ``window`` that ends at the query's key."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive, [m, 1, a, p], of causal attention in a ``window`` that ends at the query's key; None: causal."""
+        if self.square and (window is None or window >= self.keys.shape[1]):
+            return None
         if window not in self.masks:
             queries, keys = (torch.arange(x.shape[1], device=x.device) for x in (self.queries, self.keys))
             # Padding sees what the run's last query sees: a row without a key is NaN in some kernels.
-            last = queries.minimum(self.n_q[:, None] - 1) + (self.n_k - self.n_q)[:, None]
-            behind = last[:, :, None] - keys
-            zeros = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
-            self.masks[window] = zeros.masked_fill_((behind < 0) | (behind >= window), float("-inf"))[:, None]
+            last = (queries.minimum(self.n_q[:, None] - 1) + (self.n_k - self.n_q)[:, None])[:, :, None]
+            hidden = keys > last
+            if window is not None:
+                hidden |= keys <= last - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None]
         return self.masks[window]
 
 
@@ -62,23 +65,29 @@ class VarlenRuns:
         self.cu_q, self.cu_k = upload(torch.from_numpy(bounds), device)
 
     @cached_property
-    def blocks(self) -> list[PaddedRuns]:
-        """Of runs sorted by length. A run without keys is in no block."""
+    def blocks(self) -> tuple[list[PaddedRuns], Tensor]:
+        """Of runs sorted by whether keys precede their queries, then by length; each has at least as many keys.
+
+        And the place [nq] of each query in the rows of all blocks.
+        """
         n_q, n_k = self._lengths
         starts = (n_q.cumsum() - n_q, n_k.cumsum() - n_k)
-        order = np.lexsort((-n_k, -n_q))
-        order = order[(n_q[order] > 0) & (n_k[order] > 0)]
-        found, first = [], 0
+        order = np.lexsort((-n_k, -n_q, n_k > n_q))
+        order = order[n_q[order] > 0]
+        square = (n_k == n_q)[order]
+        found, places, first, rows = list[PaddedRuns](), np.empty(n_q.sum(), dtype=np.int64), 0, 0
         for i in range(1, len(order) + 1):
-            if i == len(order) or n_q[order[first]] > SPREAD * n_q[order[i]]:
-                chosen, first = order[first:i], i
+            alike = i < len(order) and square[i] == square[first] and n_q[order[first]] <= SPREAD * n_q[order[i]]
+            if not alike:
+                chosen, is_square, first = order[first:i], bool(square[first]), i
                 queries, keys = (_padded(starts[side][chosen], self._lengths[side][chosen]) for side in (0, 1))
                 real = np.arange(queries.shape[1]) < n_q[chosen][:, None]
-                numbers = queries, keys, n_q[chosen], n_k[chosen], real.reshape(-1).nonzero()[0], queries[real]
-                names = ("queries", "keys", "n_q", "n_k", "kept", "rows")
-                moved = (upload(torch.from_numpy(x), self._device) for x in numbers)
-                found.append(PaddedRuns(**dict(zip(names, moved, strict=True))))
-        return found
+                places[queries[real]] = rows + np.flatnonzero(real)
+                rows += real.size
+                numbers = {"queries": queries, "keys": keys, "n_q": n_q[chosen], "n_k": n_k[chosen]}
+                moved = {name: upload(torch.from_numpy(x), self._device) for name, x in numbers.items()}
+                found.append(PaddedRuns(**moved, square=is_square))
+        return found, upload(torch.from_numpy(places), self._device)
 
 
 def _padded(start: np.ndarray[Any, Any], length: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -98,16 +107,16 @@ def padded(runs: VarlenRuns, q: Tensor, k: Tensor, v: Tensor, *, scale: float, w
     With a ``window`` a query sees its own key and the ``window - 1`` before it. Differentiable; for devices without
     flash attention.
     """
-    out = q.new_zeros(len(q), q.shape[1], v.shape[2])
-    for block in runs.blocks:
+    blocks, places = runs.blocks
+    rows = list[Tensor]()
+    for block in blocks:
         heads = _gather(q, block.queries), _gather(k, block.keys), _gather(v, block.keys)
-        # Padding follows the runs: as many keys as queries and no window need no mask.
-        mask = None if window is None else block.mask(window, q.dtype)
+        mask = block.mask(window, q.dtype)
         found = functional.scaled_dot_product_attention(
             *heads, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-        out = out.index_copy(0, block.rows, found.transpose(1, 2).flatten(0, 1).index_select(0, block.kept))
-    return out
+        rows.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(rows).index_select(0, places)
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
