@@ -53,14 +53,25 @@ class ExpertShare:
         return hidden
 
     def backward(
-        self, dy: Tensor, dx: Tensor, x: Tensor, keep: Tensor | None, hidden: Tensor | None, experts: int
+        self,
+        dy: Tensor,
+        dx: Tensor,
+        x: Tensor,
+        keep: Tensor | None,
+        hidden: Tensor | None,
+        experts: int,
+        factor: Tensor | None = None,
     ) -> None:
-        """Add the adapters' parts to the inputs' gradient ``dx``, and the gradients of A and B to theirs."""
+        """Add the adapters' parts to the inputs' gradient ``dx``, and the gradients of A and B to theirs.
+
+        The layer's inputs are ``x`` times ``factor`` [T, 1], which multiplies r numbers of a row instead of all of x.
+        """
         if hidden is None:
             return
         (a, b), groups = self._weights(experts), self.groups
         dh = groups.times(dy, b.transpose(-1, -2)).mul_(self.scale)
         dx.add_(kept(groups.times(dh, a.transpose(-1, -2)), keep))
+        dh = dh if factor is None else dh.mul_(factor)
         add_gradients(groups.outer(dh, kept(x, keep), a), gradients(self.a), experts)
         add_gradients(groups.outer(dy, times_scale(hidden, self.scale), b), gradients(self.b), experts)
 
@@ -100,14 +111,14 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         x, probs, w1, w2, g, act, h1, h2, k1, k2 = ctx.saved_tensors
         dy = dy.contiguous()
         du = groups.times(dy, w2.transpose(1, 2))
-        second.backward(dy, du, act * probs[:, None] if second.adapted else act, k2, h2, len(w1))
-        d_probs = (du * act).sum(-1)
-        du.mul_(probs[:, None])
+        second.backward(dy, du, act, k2, h2, len(w1), probs[:, None])
         gate, up = g.chunk(2, dim=-1)
         dg = torch.empty_like(g)
         d_gate, d_up = dg.chunk(2, dim=-1)
-        torch.mul(du, functional.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
+        d_probs = torch.mul(du, act, out=d_up).sum(-1)
+        du.mul_(probs[:, None])
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(du)
+        torch.ops.aten.silu_backward.grad_input(du.mul_(up), gate, grad_input=d_gate)
         dx = groups.times(dg, w1.transpose(1, 2))
         first.backward(dg, dx, x, k1, h1, len(w1))
         return dx, d_probs, *(None for _ in range(4 + ctx.more))
