@@ -66,10 +66,7 @@ class VarlenRuns:
 
     @cached_property
     def blocks(self) -> tuple[list[PaddedRuns], Tensor]:
-        """Of runs sorted by whether keys precede their queries, then by length; each has at least as many keys.
-
-        And the place [nq] of each query in the rows of all blocks.
-        """
+        """Of runs sorted by whether keys precede their queries, then by length; the place [nq] of each query there."""
         n_q, n_k = self._lengths
         starts = (n_q.cumsum() - n_q, n_k.cumsum() - n_k)
         order = np.lexsort((-n_k, -n_q, n_k > n_q))
@@ -77,8 +74,7 @@ class VarlenRuns:
         square = (n_k == n_q)[order]
         found, places, first, rows = list[PaddedRuns](), np.empty(n_q.sum(), dtype=np.int64), 0, 0
         for i in range(1, len(order) + 1):
-            alike = i < len(order) and square[i] == square[first] and n_q[order[first]] <= SPREAD * n_q[order[i]]
-            if not alike:
+            if i == len(order) or square[i] != square[first] or n_q[order[first]] > SPREAD * n_q[order[i]]:
                 chosen, is_square, first = order[first:i], bool(square[first]), i
                 queries, keys = (_padded(starts[side][chosen], self._lengths[side][chosen]) for side in (0, 1))
                 real = np.arange(queries.shape[1]) < n_q[chosen][:, None]
