@@ -55,10 +55,19 @@ class PaddedRuns:
 
 
 class VarlenRuns:
-    """Runs of queries and keys, of ``lengths_q`` and ``lengths_k`` [n] on the host, on ``device``."""
+    """Runs of queries and keys, of ``lengths_q`` and ``lengths_k`` [n] on the host, on ``device``.
 
-    def __init__(self, lengths_q: np.ndarray[Any, Any], lengths_k: np.ndarray[Any, Any], device: torch.device) -> None:
-        self._lengths, self._device = (lengths_q, lengths_k), device
+    ``rows`` [nk] are those in which `padded` finds the keys and values; None: one after the other.
+    """
+
+    def __init__(
+        self,
+        lengths_q: np.ndarray[Any, Any],
+        lengths_k: np.ndarray[Any, Any],
+        device: torch.device,
+        rows: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        self._lengths, self._device, self._rows = (lengths_q, lengths_k), device, rows
         self.max_q, self.max_k = int(lengths_q.max()), int(lengths_k.max())
         bounds = np.zeros((2, len(lengths_q) + 1), dtype=np.int32)
         np.cumsum([lengths_q, lengths_k], axis=1, out=bounds[:, 1:])
@@ -77,6 +86,7 @@ class VarlenRuns:
             if i == len(order) or square[i] != square[first] or n_q[order[first]] > SPREAD * n_q[order[i]]:
                 chosen, is_square, first = order[first:i], bool(square[first]), i
                 queries, keys = (_padded(starts[side][chosen], self._lengths[side][chosen]) for side in (0, 1))
+                keys = keys if self._rows is None else self._rows[keys]
                 real = np.arange(queries.shape[1]) < n_q[chosen][:, None]
                 places[queries[real]] = rows + np.flatnonzero(real)
                 rows += real.size
