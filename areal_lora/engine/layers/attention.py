@@ -113,7 +113,7 @@ class AttentionPlan:
             near = np.minimum(seen, before)  # of its own part of the sequence
             first = np.stack([shared_start + shared - (seen - near), start - near], axis=1).reshape(-1)
             keys = self._places[runs(first, np.stack([seen - near, near + own], axis=1).reshape(-1))]
-            at_runs = VarlenRuns(own, seen + own, self._device)
+            at_runs = VarlenRuns(own, seen + own, self._device, keys)
             self._windows[width] = AttentionPass(at_runs, slice(None), self._upload(keys))
         return self._windows[width]
 
@@ -159,9 +159,7 @@ def attend(
     elif window is None and plan.context is None and plan.shared is None:
         context = varlen.padded(plan.own.runs, *real, scale=scale)
     else:
-        at = plan.window(window)
-        inputs = real[0], *(_take(x, at.keys) for x in real[1:])
-        context = varlen.padded(at.runs, *inputs, scale=scale, window=window or at.runs.max_k)
+        context = varlen.padded(plan.window(window).runs, *real, scale=scale, window=window)
     context = context.flatten(1)
     return functional.pad(context, (0, 0, 0, missing)) if missing else context
 

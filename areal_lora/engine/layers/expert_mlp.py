@@ -35,15 +35,17 @@ class ExpertShare:
     def adapted(self) -> bool:
         return any(part is not None for part in self.a)
 
-    def _weights(self, experts: int) -> tuple[Tensor, Tensor]:
+    def _weights(self) -> tuple[Tensor, Tensor, int]:
+        """A and B by (expert, adapter), and the number of experts."""
+        experts = len(self.groups.ends) // len(self.a)
         columns = [None if part is None else part.transpose(-1, -2) for part in self.b]
-        return stacked(self.a, experts), stacked(columns, experts).transpose(-1, -2)
+        return stacked(self.a, experts), stacked(columns, experts).transpose(-1, -2), experts
 
-    def forward(self, total: Tensor, x: Tensor, keep: Tensor | None, experts: int) -> Tensor | None:
+    def forward(self, total: Tensor, x: Tensor, keep: Tensor | None) -> Tensor | None:
         """Add the products for the inputs ``x``, of which dropout keeps ``keep``, to ``total``; returns ``A x``."""
         if not self.adapted:
             return None
-        a, b = self._weights(experts)
+        a, b, _ = self._weights()
         hidden = self.groups.times(kept(x, keep), a)
         product = self.groups.times(hidden, b)
         if isinstance(self.scale, Tensor):
@@ -53,14 +55,18 @@ class ExpertShare:
         return hidden
 
     def backward(
-        self, dy: Tensor, dx: Tensor, x: Tensor, keep: Tensor | None, hidden: Tensor | None, experts: int
+        self, dy: Tensor, dx: Tensor, x: Tensor, keep: Tensor | None, hidden: Tensor | None, factor: Tensor | None
     ) -> None:
-        """Add the adapters' parts to the inputs' gradient ``dx``, and the gradients of A and B to theirs."""
+        """Add the adapters' parts to the inputs' gradient ``dx``, and the gradients of A and B to theirs.
+
+        The inputs are ``x`` times ``factor`` [T, 1], which multiplies r numbers of a row instead of all of x.
+        """
         if hidden is None:
             return
-        (a, b), groups = self._weights(experts), self.groups
+        (a, b, experts), groups = self._weights(), self.groups
         dh = groups.times(dy, b.transpose(-1, -2)).mul_(self.scale)
         dx.add_(kept(groups.times(dh, a.transpose(-1, -2)), keep))
+        dh = dh if factor is None else dh.mul_(factor)
         add_gradients(groups.outer(dh, kept(x, keep), a), gradients(self.a), experts)
         add_gradients(groups.outer(dy, times_scale(hidden, self.scale), b), gradients(self.b), experts)
 
@@ -82,14 +88,14 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         shares: tuple[ExpertShare, ExpertShare],
         *keeps_and_weights: Tensor | None,
     ) -> Tensor:
-        (first, second), (k1, k2, *_), n = shares, keeps_and_weights, len(w1)
+        (first, second), (k1, k2, *_) = shares, keeps_and_weights
         g = groups.times(x, w1)
-        h1 = first.forward(g, x, k1, n)
+        h1 = first.forward(g, x, k1)
         gate, up = g.chunk(2, dim=-1)
         act = functional.silu(gate).mul_(up)
         u = act * probs[:, None]
         y = groups.times(u, w2)
-        h2 = second.forward(y, u, k2, n)
+        h2 = second.forward(y, u, k2)
         ctx.save_for_backward(x, probs, w1, w2, g, act, h1, h2, k1, k2)
         ctx.groups, ctx.shares, ctx.more = groups, shares, len(keeps_and_weights)
         return y
@@ -100,16 +106,16 @@ class ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
         x, probs, w1, w2, g, act, h1, h2, k1, k2 = ctx.saved_tensors
         dy = dy.contiguous()
         du = groups.times(dy, w2.transpose(1, 2))
-        second.backward(dy, du, act * probs[:, None] if second.adapted else act, k2, h2, len(w1))
-        d_probs = (du * act).sum(-1)
-        du.mul_(probs[:, None])
+        second.backward(dy, du, act, k2, h2, probs[:, None])
         gate, up = g.chunk(2, dim=-1)
         dg = torch.empty_like(g)
         d_gate, d_up = dg.chunk(2, dim=-1)
-        torch.mul(du, functional.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
+        d_probs = torch.mul(du, act, out=d_up).sum(-1)
+        du.mul_(probs[:, None])
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(du)
+        torch.ops.aten.silu_backward.grad_input(du.mul_(up), gate, grad_input=d_gate)
         dx = groups.times(dg, w1.transpose(1, 2))
-        first.backward(dg, dx, x, k1, h1, len(w1))
+        first.backward(dg, dx, x, k1, h1, None)
         return dx, d_probs, *(None for _ in range(4 + ctx.more))
 
 

@@ -168,17 +168,18 @@ class _Predictions(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, sources, top, log_total, entropy, local, here, kept = ctx.saved_tensors
-        by_logprob = grads[0][:, :1]
-        gradient = torch.zeros_like(hidden)
+        by = grads[0] / ctx.readout.temperature
+        by_logprob = by[:, :1]
+        gradient, log_sums = torch.zeros_like(hidden), top + log_total
         for part, z in _chunks(hidden, weight, bias, sources, ctx.readout.temperature, kept, ctx.first):
-            logp = z.sub_(top[part, None]).sub_(log_total[part, None])
+            logp = z.sub_(log_sums[part, None])
             change = logp.exp()
             if ctx.readout.entropy:
-                change *= logp.add_(entropy[part, None]).mul_(grads[0][part, 1:]).add_(by_logprob[part]).neg_()
+                change *= logp.add_(entropy[part, None]).mul_(by[part, 1:]).add_(by_logprob[part]).neg_()
             else:
                 change *= -by_logprob[part]
             change.scatter_add_(-1, local[part, None], by_logprob[part] * here[part, None])
-            rows = change.div_(ctx.readout.temperature).to(weight.dtype) @ weight
+            rows = change.to(weight.dtype) @ weight
             gradient.index_add_(0, sources[part], rows)
             del z, logp, change
         return gradient, *(None,) * 7
@@ -205,7 +206,9 @@ def _chunks(
     size = max(1, CHUNK // vocabulary)
     for start in range(0, len(sources), size):
         part = slice(start, start + size)
-        z = nn.functional.linear(hidden.index_select(0, sources[part]), weight, bias).float().div_(temperature)
+        z = nn.functional.linear(hidden.index_select(0, sources[part]), weight, bias).float()
+        if temperature != 1.0:
+            z /= temperature
         if kept is not None:
             ids = kept[part].long() - first
             out = (kept[part, :1] >= 0).expand(-1, vocabulary + 1).contiguous()

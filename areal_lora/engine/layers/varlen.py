@@ -28,57 +28,72 @@ Saved = tuple[Tensor, ...]
 class PaddedRuns:
     """Rows of queries [m, a] and keys [m, p], of which ``n_q`` and ``n_k`` [m] are no padding.
 
-    ``kept`` [n] are the numbers of the real queries in m * a, ``rows`` [n] their rows.
+    ``square``: each run has as many keys as queries. Padding follows them, and no mask but the causal one is needed.
     """
 
     queries: Tensor
     keys: Tensor
     n_q: Tensor
     n_k: Tensor
-    kept: Tensor
-    rows: Tensor
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    square: bool
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Additive, [m, 1, a, p], of causal attention in a ``window`` that ends at the query's key."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive, [m, 1, a, p], of causal attention in a ``window`` that ends at the query's key; None: causal."""
+        if self.square and (window is None or window >= self.keys.shape[1]):
+            return None
         if window not in self.masks:
             queries, keys = (torch.arange(x.shape[1], device=x.device) for x in (self.queries, self.keys))
             # Padding sees what the run's last query sees: a row without a key is NaN in some kernels.
-            last = queries.minimum(self.n_q[:, None] - 1) + (self.n_k - self.n_q)[:, None]
-            behind = last[:, :, None] - keys
-            zeros = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
-            self.masks[window] = zeros.masked_fill_((behind < 0) | (behind >= window), float("-inf"))[:, None]
+            last = (queries.minimum(self.n_q[:, None] - 1) + (self.n_k - self.n_q)[:, None])[:, :, None]
+            hidden = keys > last
+            if window is not None:
+                hidden |= keys <= last - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None]
         return self.masks[window]
 
 
 class VarlenRuns:
-    """Runs of queries and keys, of ``lengths_q`` and ``lengths_k`` [n] on the host, on ``device``."""
+    """Runs of queries and keys, of ``lengths_q`` and ``lengths_k`` [n] on the host, on ``device``.
 
-    def __init__(self, lengths_q: np.ndarray[Any, Any], lengths_k: np.ndarray[Any, Any], device: torch.device) -> None:
-        self._lengths, self._device = (lengths_q, lengths_k), device
+    ``rows`` [nk] are those in which `padded` finds the keys and values; None: one after the other.
+    """
+
+    def __init__(
+        self,
+        lengths_q: np.ndarray[Any, Any],
+        lengths_k: np.ndarray[Any, Any],
+        device: torch.device,
+        rows: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        self._lengths, self._device, self._rows = (lengths_q, lengths_k), device, rows
         self.max_q, self.max_k = int(lengths_q.max()), int(lengths_k.max())
         bounds = np.zeros((2, len(lengths_q) + 1), dtype=np.int32)
         np.cumsum([lengths_q, lengths_k], axis=1, out=bounds[:, 1:])
         self.cu_q, self.cu_k = upload(torch.from_numpy(bounds), device)
 
     @cached_property
-    def blocks(self) -> list[PaddedRuns]:
-        """Of runs sorted by length. A run without keys is in no block."""
+    def blocks(self) -> tuple[list[PaddedRuns], Tensor]:
+        """Of runs sorted by whether keys precede their queries, then by length; the place [nq] of each query there."""
         n_q, n_k = self._lengths
         starts = (n_q.cumsum() - n_q, n_k.cumsum() - n_k)
-        order = np.lexsort((-n_k, -n_q))
-        order = order[(n_q[order] > 0) & (n_k[order] > 0)]
-        found, first = [], 0
+        order = np.lexsort((-n_k, -n_q, n_k > n_q))
+        order = order[n_q[order] > 0]
+        square = (n_k == n_q)[order]
+        found, places, first, rows = list[PaddedRuns](), np.empty(n_q.sum(), dtype=np.int64), 0, 0
         for i in range(1, len(order) + 1):
-            if i == len(order) or n_q[order[first]] > SPREAD * n_q[order[i]]:
-                chosen, first = order[first:i], i
+            if i == len(order) or square[i] != square[first] or n_q[order[first]] > SPREAD * n_q[order[i]]:
+                chosen, is_square, first = order[first:i], bool(square[first]), i
                 queries, keys = (_padded(starts[side][chosen], self._lengths[side][chosen]) for side in (0, 1))
+                keys = keys if self._rows is None else self._rows[keys]
                 real = np.arange(queries.shape[1]) < n_q[chosen][:, None]
-                numbers = queries, keys, n_q[chosen], n_k[chosen], real.reshape(-1).nonzero()[0], queries[real]
-                names = ("queries", "keys", "n_q", "n_k", "kept", "rows")
-                moved = (upload(torch.from_numpy(x), self._device) for x in numbers)
-                found.append(PaddedRuns(**dict(zip(names, moved, strict=True))))
-        return found
+                places[queries[real]] = rows + np.flatnonzero(real)
+                rows += real.size
+                numbers = {"queries": queries, "keys": keys, "n_q": n_q[chosen], "n_k": n_k[chosen]}
+                moved = {name: upload(torch.from_numpy(x), self._device) for name, x in numbers.items()}
+                found.append(PaddedRuns(**moved, square=is_square))
+        return found, upload(torch.from_numpy(places), self._device)
 
 
 def _padded(start: np.ndarray[Any, Any], length: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -98,21 +113,23 @@ def padded(runs: VarlenRuns, q: Tensor, k: Tensor, v: Tensor, *, scale: float, w
     With a ``window`` a query sees its own key and the ``window - 1`` before it. Differentiable; for devices without
     flash attention.
     """
-    out = q.new_zeros(len(q), q.shape[1], v.shape[2])
-    for block in runs.blocks:
-        heads = _gather(q, block.queries), _gather(k, block.keys), _gather(v, block.keys)
-        # Padding follows the runs: as many keys as queries and no window need no mask.
-        mask = None if window is None else block.mask(window, q.dtype)
+    blocks, places = runs.blocks
+    by_row = q.flatten(1), k.flatten(1), v.flatten(1)  # gathered in half the time
+    rows = list[Tensor]()
+    for block in blocks:
+        at = zip(by_row, (q, k, v), (block.queries, block.keys, block.keys), strict=True)
+        query, key, value = (_heads(*rows_of) for rows_of in at)
+        mask = block.mask(window, q.dtype)
         found = functional.scaled_dot_product_attention(
-            *heads, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-        out = out.index_copy(0, block.rows, found.transpose(1, 2).flatten(0, 1).index_select(0, block.kept))
-    return out
+        rows.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(rows).index_select(0, places)
 
 
-def _gather(x: Tensor, rows: Tensor) -> Tensor:
-    """[m, heads, a, d] of rows [m, a] of x [n, heads, d]."""
-    return x.index_select(0, rows.reshape(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+def _heads(by_row: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    """[m, heads, a, d] of rows [m, a] of x [n, heads, d], which are those of ``by_row`` [n, heads * d]."""
+    return by_row.index_select(0, rows.reshape(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def forward(
