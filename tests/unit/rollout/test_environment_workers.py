@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -158,6 +160,33 @@ def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
     assert len(started) == 2, "a second process, which is below the limit"
     printed = capfd.readouterr().err
     assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", printed)
+
+
+FORKED_LATE = """
+import os, runpy, sys, time
+fork, worker = os.fork, os.getpid()
+
+def late():
+    if fork():
+        os._exit(0)
+    while os.getppid() == worker:
+        time.sleep(0.01)
+    return 0
+
+os.fork = late
+runpy.run_path(sys.argv[1])["bound_memory"](1e9, ())
+"""
+
+
+def test_the_bound_of_a_worker_that_has_ended_ends() -> None:
+    """Also where the worker ends before the process beside it has run."""
+    words = [sys.executable, "-I", "-c", FORKED_LATE, environment_child.__file__]
+    both = subprocess.Popen(words, stdout=PIPE, start_new_session=True)
+    try:
+        both.communicate(timeout=60)  # until both have closed the output
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(both.pid, signal.SIGKILL)
 
 
 NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
