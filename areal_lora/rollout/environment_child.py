@@ -87,11 +87,11 @@ def resident_bytes(pid: int) -> int:
 
 def bound_memory(most_gib: float, pipes: tuple[BinaryIO, BinaryIO]) -> None:
     """End the group when it has more: in another process, which code that holds the interpreter's lock cannot stop."""
+    worker = os.getpid()
     if os.fork():
         return
     for pipe in pipes:
         os.close(pipe.fileno())
-    worker = os.getppid()
     while os.getppid() == worker:
         time.sleep(MEMORY_S)
         if (size := resident_bytes(worker)) > most_gib * 2**30:

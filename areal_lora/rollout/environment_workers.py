@@ -130,8 +130,9 @@ class EnvironmentWorkers:
     `worker_launchers`.
     """
 
-    def __init__(self, chosen: Section, context: ContextFields, launchers: Sequence[Sequence[str]] = ()) -> None:
-        self.context, self._workers, turns = context, list[_Worker](), itertools.cycle(launchers or [()])
+    def __init__(self, chosen: Section, context: ContextFields, launchers: Mapping[str, Sequence[str]] = {}) -> None:
+        self.context, self._workers, self._nodes = context, list[_Worker](), launchers or {"": ()}
+        turns = itertools.cycle(self._nodes.items())
         self._beats: asyncio.Task[None] | None = None
         if isinstance(chosen, WorkerWorkflowConfig):
             self._workers += (_Worker(chosen, context, turns) for _ in range(chosen.workers))
@@ -152,9 +153,21 @@ class EnvironmentWorkers:
         return await min(self._workers, key=lambda worker: worker.n_running).play(fields, answer)
 
     async def __aenter__(self) -> Self:
-        """Start the first worker; the others start with their first sample. Raises ConfigError."""
+        """Start the first worker, on the first node that can; the others start with their first sample.
+
+        Raises ConfigError, with the reason of each node.
+        """
         for worker in self._workers[:1]:
-            await worker.ready()
+            reasons = list[str]()
+            while len(reasons) < len(self._nodes):
+                try:
+                    await worker.ready()
+                    break
+                except ConfigError as error:
+                    reasons.append(error.reason)
+                    if len(reasons) == len(self._nodes):
+                        raise ConfigError(error.path, "; ".join(reasons), error.fix) from error
+                    log.warning("%s: trying the next node", error)
         self._beats = watched_task("environment-beats", self._beat)
         return self
 
@@ -178,10 +191,11 @@ class _Worker:
     """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
 
     def __init__(
-        self, chosen: WorkerWorkflowConfig, context: ContextFields, launchers: Iterator[Sequence[str]]
+        self, chosen: WorkerWorkflowConfig, context: ContextFields, launchers: Iterator[tuple[str, Sequence[str]]]
     ) -> None:
         self._chosen, self._context, self._launchers = chosen, context, launchers
-        self._launcher: Sequence[str] = ()  # of the newest process
+        self._node = ""  # of the newest process, as its launcher
+        self._launcher: Sequence[str] = ()
         self._port = 0  # of the endpoint
         own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
         self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
@@ -242,7 +256,7 @@ class _Worker:
     async def _started(self) -> Process:
         chosen = self._chosen
         # Without PYTHONPATH and the folder of the script: `workflow` and `agents` are not this package's modules there.
-        self._launcher = next(self._launchers)
+        self._node, self._launcher = next(self._launchers)
         argv = [*self._launcher, chosen.python or sys.executable, "-I", environment_child.__file__]
         # srun takes the variables of the step that it is called in for its own.
         env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
@@ -277,7 +291,8 @@ class _Worker:
         if started.error:
             self._kill(process)
             await process.wait()
-            raise ConfigError("workflow", f"its worker: {started.error}", "correct its code")
+            where = f" on {self._node}" if self._node else ""
+            raise ConfigError("workflow", f"its worker{where}: {started.error}", "correct its code")
 
     def _send(self, process: Process, message: WorkflowSetup | Play | CallReply | StreamBytes) -> None:
         """A worker whose pipe is full does not read: its samples time out, and it is killed."""
@@ -370,8 +385,8 @@ def _end(process: Process) -> None:
         _signal_group(process, signal.SIGKILL)
 
 
-def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> list[list[str]]:
-    """Words before the interpreter of a worker, for each node with the role `environment`; empty without such nodes.
+def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Words before the interpreter of a worker, by node with the role `environment`; empty without such nodes.
 
     ``environ``: of a step of the Slurm job. Lines of ``setup`` print to the log, since the output is the pipe.
     """
@@ -385,5 +400,5 @@ def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> list
             setup = "".join(f"{line} || exit 69\n" for line in slurm.setup)
             then = ["bash", "-c", f'{{ :\n{setup}}} >&2\nexec "$@"', "bash", *slurm.wrapper.get(role, [])]
             hosts = environ[NODES_VARIABLE].split()[pool.first_node :][: pool.nodes]
-            return [[*words, f"--nodelist={host}", *then] for host in hosts]
-    return []
+            return {host: [*words, f"--nodelist={host}", *then] for host in hosts}
+    return {}

@@ -13,8 +13,8 @@ disagreement from the base to the previous version.
 
 A mixture of experts has ties: where two experts are equally good for a token, the rounding of a kernel chooses
 between them, and what follows in that sequence differs by far more than rounding. Different weights show in most
-sequences, a tie in one. So the comparison with the tolerance leaves out the sequences of a routed model with the
-largest differences, one in `TIES`.
+sequences, a tie in one. So the comparisons leave out the sequences of a routed model in which both sides differ most,
+one in `TIES`.
 """
 
 from collections.abc import Sequence
@@ -104,15 +104,16 @@ def check_probe(
         if trainers is None or servers is None or expected.lossy:
             continue
         wanted, got = mine - _scored(trainers), theirs - _scored(servers)
-        if _stayed(wanted, got, expected.noise, rounding):
-            largest = np.abs(wanted).max()
+        kept = _untied(expected, np.abs(wanted - got))
+        if _stayed(wanted, got, kept, expected.noise, rounding):
+            largest = np.abs(wanted[kept]).max()
             raise ParityError(
                 f"{ref} on server {server}: the trainer's adapter changes the probe by up to {largest:.2g} nats, but "
                 f"the server still answers like {name}; the adapter does not reach the sampler"
             )
     result = ProbeResult(
         mean_abs=float(differences.mean()),
-        compared=_compared(expected, served),
+        compared=float(differences[_untied(expected, differences)].mean()),
         max_abs=float(differences.max()),
         differs=base is None or not np.array_equal(theirs, _scored(base)),
     )
@@ -124,12 +125,12 @@ def check_probe(
     return result
 
 
-def _compared(expected: ProbeExpectation, served: Rows) -> float:
-    """Mean difference per token, without the sequences that may hold a tie between experts."""
-    rows = [np.abs(np.subtract(a[1:], b[1:])) for a, b in zip(expected.logprobs, served, strict=True) if len(a) > 1]
-    rows.sort(key=lambda row: float(row.mean()))
-    kept = rows[: len(rows) - len(rows) // TIES] if expected.routed else rows
-    return float(np.concatenate(kept).mean())
+def _untied(expected: ProbeExpectation, differences: np.ndarray) -> np.ndarray:
+    """Indices of the scored tokens [T] without those of sequences that may hold a tie between experts."""
+    ends = np.cumsum([len(row) - 1 for row in expected.token_ids if len(row) > 1])
+    rows = np.split(np.arange(len(differences)), ends[:-1])
+    rows.sort(key=lambda row: float(differences[row].mean()))
+    return np.concatenate(rows[: len(rows) - len(rows) // TIES] if expected.routed else rows)
 
 
 def _rounding(pairs: Sequence[tuple[Rows | None, Rows | None]]) -> float:
@@ -144,20 +145,21 @@ def _rounding(pairs: Sequence[tuple[Rows | None, Rows | None]]) -> float:
     return float(np.abs(gaps[0]).mean()) if gaps else 0.0
 
 
-def _stayed(wanted: np.ndarray, got: np.ndarray, noise: float, rounding: float) -> bool:
+def _stayed(wanted: np.ndarray, got: np.ndarray, kept: np.ndarray, noise: float, rounding: float) -> bool:
     """Whether the server did not move although the trainer did; ``wanted`` and ``got`` are both sides' differences.
 
-    Exact equality is proof. Otherwise each token above ``rounding`` votes by whether it moved, so that one token with
-    a large rounding error cannot decide. Noise of the server cannot cancel the right movement at most tokens.
+    Exact equality of all tokens is proof. Otherwise each token of ``kept`` above ``rounding`` votes by whether it
+    moved, so that one with a large rounding error cannot decide. Noise of the server cannot cancel the right movement
+    at most tokens.
     """
-    floor, size = max(SMALLEST, CLEAR * noise), np.abs(wanted)
+    floor, size = max(SMALLEST, CLEAR * noise), np.abs(wanted[kept])
     if (size <= floor).all():
         return False
     if not got.any():
         return True
     largest = np.argsort(-size, kind="stable")
     clear = largest[size[largest] > max(floor, CLEAR * rounding)][:MOST]
-    still = int((np.abs(got[clear]) <= STILL * size[clear]).sum())
+    still = int((np.abs(got[kept][clear]) <= STILL * size[clear]).sum())
     return len(clear) >= FEWEST and still >= SHARE * len(clear)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -51,7 +53,7 @@ def agent(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def run(
-    chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0, launchers: Sequence[Sequence[str]] = ()
+    chosen: dict[str, Any], *, groups: int = 1, timeout_s: float = 300.0, launchers: Mapping[str, Sequence[str]] = {}
 ) -> list[Episode | BaseException]:
     """Groups of two samples at once."""
     config: Any = TypeAdapter(WorkflowConfig).validate_python(chosen)
@@ -160,6 +162,33 @@ def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
     assert re.search(r"has \d\.\d\d GiB, workflow\.memory_gib is 0\.3: it is started again", printed)
 
 
+FORKED_LATE = """
+import os, runpy, sys, time
+fork, worker = os.fork, os.getpid()
+
+def late():
+    if fork():
+        os._exit(0)
+    while os.getppid() == worker:
+        time.sleep(0.01)
+    return 0
+
+os.fork = late
+runpy.run_path(sys.argv[1])["bound_memory"](1e9, ())
+"""
+
+
+def test_the_bound_of_a_worker_that_has_ended_ends() -> None:
+    """Also where the worker ends before the process beside it has run."""
+    words = [sys.executable, "-I", "-c", FORKED_LATE, environment_child.__file__]
+    both = subprocess.Popen(words, stdout=PIPE, start_new_session=True)
+    try:
+        both.communicate(timeout=60)  # until both have closed the output
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(both.pid, signal.SIGKILL)
+
+
 NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
 """A loopback of its own, as on another node."""
 
@@ -168,11 +197,21 @@ NO_NETWORK = ("unshare", "--user", "--map-root-user", "--net", "bash", "-c", 'ip
 def test_code_on_another_node_calls_the_endpoint_over_the_pipe(launcher: Sequence[str]) -> None:
     if (tried := subprocess.run([*launcher, "true"], capture_output=True, text=True, check=False)).returncode:
         pytest.skip(f"namespaces are not permitted here: {tried.stderr.strip()}")
-    for one in run(gym("Letters", args={"greeting": "Hi "}, workers=2), groups=6, launchers=[launcher]):
+    for one in run(gym("Letters", args={"greeting": "Hi "}, workers=2), groups=6, launchers={"there": launcher}):
         assert isinstance(one, Episode), one
         for t in one.group.trajectories:
             assert t.token_ids == [ord(c) for c in "<user:Hi 42>AB\2<user:more>Cd\2"]
             assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+
+
+LOST = ("false",)
+
+
+def test_the_first_worker_starts_on_any_node_that_is_not_lost() -> None:
+    (found,) = run(gym("Letters"), launchers={"a": LOST, "b": LOST, "c": ("env",)})
+    assert isinstance(found, Episode), found
+    with pytest.raises(ConfigError, match=r"on a: it does not start.*; its worker on b: it does not start"):
+        run(gym("Letters"), launchers={"a": LOST, "b": LOST})
 
 
 def test_a_worker_on_another_node_ends_with_its_controller() -> None:
@@ -198,7 +237,7 @@ def test_workers_on_other_nodes_get_messages_that_need_no_answer(
     config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program)))
 
     async def main() -> None:
-        async with EnvironmentWorkers(config, FIELDS, [("env",)]):
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}):
             while not got.exists() or got.read_bytes().count(b'"number":0,"task":null') < 3:
                 await asyncio.sleep(0.01)
 
@@ -212,11 +251,10 @@ def test_workers_are_on_the_nodes_of_their_component() -> None:
     cluster = ClusterConfig.model_validate({"kind": "slurm", "slurm": slurm})
     of_the_job = {"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7", NODES_VARIABLE: "a b c d"}
     found = worker_launchers(cluster, of_the_job)
-    nodes = [[word for word in words if word.startswith("--nodelist")] for words in found]
-    assert nodes == [["--nodelist=c"], ["--nodelist=d"]]
-    assert all({"--jobid=7", "--het-group=1"} <= {*words} for words in found)
-    assert all(words[-3:] == ["apptainer", "exec", "it.sif"] for words in found)
-    assert worker_launchers(ClusterConfig(), {}) == []
+    assert list(found) == ["c", "d"]
+    assert all({"--jobid=7", "--het-group=1", f"--nodelist={node}"} <= {*words} for node, words in found.items())
+    assert all(words[-3:] == ["apptainer", "exec", "it.sif"] for words in found.values())
+    assert worker_launchers(ClusterConfig(), {}) == {}
 
 
 TURNS = """
