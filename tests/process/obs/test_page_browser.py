@@ -96,6 +96,21 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     assert visit.problems == []
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_adapters_are_compared_and_one_is_shown_when_chosen(browser: Browser, tmp_path: Path, width: int) -> None:
+    visit = Visit(browser, write_report(make_three(tmp_path)).as_uri(), width)
+    page, figures = visit.page, visit.page.locator("figure:visible")
+    titles = ["Reward", "Held-out accuracy", "Held-out reward", "Learning rate", "Shares of trained tokens"]
+    captions = page.locator("figure:visible figcaption").all_inner_texts()
+    assert all(text.startswith(title) for text, title in zip(captions, titles, strict=True))
+    assert page.evaluate("[...drawn.values()].filter((e) => e.plot && e.section.id !== 'run').length") == 0
+    page.locator("#adapter-alpha summary").click()
+    page.locator("#plots-alpha figure").first.scroll_into_view_if_needed()
+    visit.wait("[...drawn.values()].some((e) => e.plot && e.section.id === 'plots-alpha')")
+    assert figures.count() == len(titles) + page.locator("#plots-alpha figure").count()
+    assert visit.problems == []
+
+
 LOOKS = [*product(("running", "failed", "finished"), (1, 3), (1280, 400), ("light", "dark"))]
 
 
