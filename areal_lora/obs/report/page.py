@@ -190,7 +190,7 @@ def _evals(metrics: Figures, several: bool) -> str:
             "version": f"v{last.version}",
             "problems x answers": f"{last.n} x {last.n_samples}",
             "temperature": f"{last.temperature:g}",
-            **{figure: number(value) for figure, value in last.scalars().items()},
+            **{name.replace("_", " "): number(v) for name, v in last.scalars().items() if v is not None},
             "accuracy, 95 %": _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
             "reward, 95 %": _range(last.reward_95),
             "left out": str(last.left_out),

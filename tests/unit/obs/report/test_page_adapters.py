@@ -80,6 +80,8 @@ def test_the_evaluations_of_several_adapters_name_them(html: str) -> None:
         ("beta", "held-out", "v0"),
         ("gamma", "held-out", "v4"),
     ]
+    measured = ["accuracy", "reward mean", "unscored"]
+    assert re.findall(r"<th>(.*?)</th>", table)[5:-3] == measured, "no column of a figure that no set has"
 
 
 def test_a_run_that_has_not_begun_has_its_sections(tmp_path: Path) -> None:
