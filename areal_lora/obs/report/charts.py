@@ -7,7 +7,7 @@ stretch of its x axis, so a spike of one step stays visible.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -208,6 +208,8 @@ CHARTS = (
     Chart("Parity probe", "|logp trainer - logp server|", "publish/probe_*", log=True),
     Chart("Checkpoint", "seconds to write, in the background", "checkpoint/write_s"),
 )
+COMPARED = ("Reward", "Held-out accuracy", "Held-out reward", "Learning rate")
+"""Titles of the charts that several adapters share."""
 
 
 @cache
@@ -251,8 +253,9 @@ class Charts:
         curve = self._by_tag[tag] = found and self._curves[found[0].title].setdefault(found[1], Curve())
         return curve
 
-    def rewards(self, name: str) -> list[Line]:
-        return [curve.line(name) for curve in self._curves[CHARTS[0].title].values()]
+    def curves(self, chart: Chart, name: str) -> dict[str, Curve]:
+        """The curves of ``chart`` by ``name`` and the name of their line."""
+        return {f"{name} {line}".rstrip(): curve for line, curve in self._curves[chart.title].items()}
 
     def clock(self) -> ClockData:
         return ClockData(seconds=self._seconds.line("seconds"), tokens=self._tokens.line("tokens"))
@@ -286,14 +289,18 @@ class RunCharts:
         if (charts := self.adapters.get(only or record.adapter)) is not None:
             charts.add(record)
 
-    def together(self, rewarded: Iterable[str]) -> list[ChartData]:
-        """Shares of all adapters over time, and the rewards of those that have some."""
-        shares = [line for name, curve in self._shares.items() if (line := curve.line(name, 1 / 60)).x]
-        rewards = [line for name in rewarded for line in self.adapters[name].rewards(name)]
+    def together(self, compared: Sequence[str]) -> list[ChartData]:
+        """What decides between ``compared`` adapters (`COMPARED`), and the shares of all over time."""
         found = [
-            ChartData(title="Shares of trained tokens", note="of all so far", x=MINUTES, lines=shares, unit=True),
-            ChartData(title="Reward", note="smoothed", x=STEP, lines=rewards, unit=_is_share(rewards), smooth=True),
+            chart.data({k: v for name in compared for k, v in self.adapters[name].curves(chart, name).items()}, ())
+            for chart in CHARTS
+            if chart.title in COMPARED
         ]
+        shares = [line for name, curve in self._shares.items() if (line := curve.line(name, 1 / 60)).x]
+        title, note = "Shares of trained tokens", "of all so far"
+        found.append(ChartData(title=title, note=note, x=MINUTES, lines=shares, unit=True))
+        # Rates that are compared are decades apart.
+        found = [msgspec.structs.replace(c, log=c.title == "Learning rate") for c in found]
         return [chart for chart in found if chart.lines]
 
 

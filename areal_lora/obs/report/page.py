@@ -125,8 +125,8 @@ class RunPage:
             charts = next(iter(self.charts.adapters.values())).data()
             yield ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)
             return
-        rewarded = (name for name, run in self.runs.items() if not run.endless)
-        yield ChartSection(id=f"{prefix}run", charts=self.charts.together(rewarded), clocks=clocks)
+        compared = [name for name, run in self.runs.items() if not run.endless]
+        yield ChartSection(id=f"{prefix}run", charts=self.charts.together(compared), clocks=clocks)
         for name, found in self.charts.adapters.items():
             yield ChartSection(id=f"{prefix}plots-{name}", charts=found.data(), clocks={name: clocks[name]})
 
@@ -140,7 +140,7 @@ class RunPage:
         subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
         if self.several:
             run = overview(folder, self.runs, self.figures) + charts(sections[0])
-            adapters = "".join(
+            adapters = "<h2>Each adapter</h2>" + "".join(
                 _section(name, run, self.figures.adapters[name], section)
                 for (name, run), section in zip(self.runs.items(), sections[1:], strict=True)
             )
@@ -190,7 +190,7 @@ def _evals(metrics: Figures, several: bool) -> str:
             "version": f"v{last.version}",
             "problems x answers": f"{last.n} x {last.n_samples}",
             "temperature": f"{last.temperature:g}",
-            **{figure: number(value) for figure, value in last.scalars().items()},
+            **{name.replace("_", " "): number(v) for name, v in last.scalars().items() if v is not None},
             "accuracy, 95 %": _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
             "reward, 95 %": _range(last.reward_95),
             "left out": str(last.left_out),
@@ -294,14 +294,15 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
 
 
 def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) -> str:
-    """An adapter: its state with the reason, its figures and charts."""
+    """An adapter: its state with the reason; its figures and charts when it is chosen."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
     place = escape(section.id.replace("plots-", "adapter-", 1))
     return (
-        f'<section id="{place}"><h2>{escape(name)}</h2><p class="sub">{escape(about)}</p>'
-        f"{boxes(headlines(its))}<h3>Charts</h3>{charts(section)}</section>"
+        f'<section id="{place}"><details>'
+        f"<summary><strong>{escape(name)}</strong> <span>{escape(about)}</span></summary>"
+        f"{boxes(headlines(its))}{charts(section)}</details></section>"
     )
 
 

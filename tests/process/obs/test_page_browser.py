@@ -96,6 +96,36 @@ def test_nothing_leaves_the_window(browser: Browser, tmp_path: Path, width: int,
     assert visit.problems == []
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_adapters_are_compared_and_one_is_shown_when_chosen(browser: Browser, tmp_path: Path, width: int) -> None:
+    visit = Visit(browser, write_report(make_three(tmp_path)).as_uri(), width)
+    page, figures = visit.page, visit.page.locator("figure:visible")
+    titles = ["Reward", "Held-out accuracy", "Held-out reward", "Learning rate", "Shares of trained tokens"]
+    captions = page.locator("figure:visible figcaption").all_inner_texts()
+    assert all(text.startswith(title) for text, title in zip(captions, titles, strict=True))
+    assert page.evaluate("[...drawn.values()].filter((e) => e.plot && e.section.id !== 'run').length") == 0
+    page.locator("#adapter-alpha summary").click()
+    page.locator("#plots-alpha figure").first.scroll_into_view_if_needed()
+    visit.wait("[...drawn.values()].some((e) => e.plot && e.section.id === 'plots-alpha')")
+    assert figures.count() == len(titles) + page.locator("#plots-alpha figure").count()
+    assert visit.problems == []
+
+
+def test_cells_of_a_table_have_room_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    folder = make_three(tmp_path)
+    set_status(folder, "trainer", 0, "computes gradients of alpha, step 3")
+    set_status(folder, "server", 0, "generates for 12 groups of three adapters, " * 8)
+    visit = Visit(browser, write_report(folder).as_uri(), width=400)
+    cells = visit.page.evaluate(
+        "[...document.querySelectorAll('#main td')].map((one) => { const text = document.createRange();"
+        " text.selectNodeContents(one); const box = text.getBoundingClientRect();"
+        " return [one.innerText, box.width, box.height]; })"
+    )
+    assert [text for text, _, high in cells if len(text) < 20 and high > 40] == [], "a short text has one line"
+    assert max(width for _, width, _ in cells) <= 400, "a long one is read without scrolling"
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
 LOOKS = [*product(("running", "failed", "finished"), (1, 3), (1280, 400), ("light", "dark"))]
 
 

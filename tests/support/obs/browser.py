@@ -72,9 +72,10 @@ class Visit:
         ]
 
     def scroll_through(self) -> None:
-        """Bring every chart into view for a frame: they are drawn then."""
+        """Open every part and bring every chart into view for a frame: they are drawn then."""
         self.page.evaluate(
-            "async () => { for (let y = 0; y < document.body.scrollHeight; y += 600)"
+            "async () => { document.querySelectorAll('details').forEach((one) => { one.open = true; });"
+            " for (let y = 0; y < document.body.scrollHeight; y += 600)"
             " { scrollTo(0, y); await new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r))); } }"
         )
         self.wait("[...drawn.values()].every((e) => e.plot)")

@@ -62,17 +62,18 @@ const isLog = (chart) => chart.log !== state.log.has(chart.title);
 // uPlot's series and columns of a chart.
 function columns(section, chart) {
   const tables = [], series = [{ label: axisOf(chart) }], log = isLog(chart);
+  const many = chart.lines.length > 3; // the points of many lines hide each other: their means alone
   chart.lines.forEach((line, i) => {
     const x = xs(section, chart, line), y = log ? line.y.map((v) => v > 0 ? v : null) : line.y;
     const label = line.name || chart.title.toLowerCase();
     const stroke = () => colour(`--c${i % COLOURS}`), dash = i >= COLOURS ? [6, 4] : [];
     const smooth = chart.smooth && state.smooth > 0 && y.length > 2;
     const points = { show: chart.dots || y.length === 1, size: 6 };
-    tables.push([x, y]);
-    series.push({ label, stroke, dash, width: smooth ? 1 : 2, alpha: smooth ? 0.35 : 1, spanGaps: true, points });
+    if (!smooth || !many) tables.push([x, y]);
+    if (!smooth || !many) series.push({ label, stroke, dash, width: smooth ? 1 : 2, alpha: smooth ? 0.35 : 1, spanGaps: true, points });
     if (smooth) {
       tables.push([x, smoothed(line.y)]);
-      series.push({ label: `${label}, smoothed`, stroke, width: 2, spanGaps: true, points: { show: false } });
+      series.push({ label: `${label}, smoothed`, stroke, dash, width: 2, spanGaps: true, points: { show: false } });
     }
   });
   return { series, columns: tables.length ? uPlot.join(tables) : [[]] };
@@ -215,6 +216,6 @@ tools();
 mount();
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
-addEventListener("beforeprint", () => drawn.forEach((entry) => entry.plot || draw(entry)));
+addEventListener("beforeprint", () => drawn.forEach((entry) => entry.plot || !entry.host.checkVisibility() || draw(entry)));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 if (document.body.dataset.live) follow();

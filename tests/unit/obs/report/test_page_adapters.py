@@ -38,7 +38,7 @@ def test_the_overview_has_a_row_for_each_adapter_with_the_reason_of_a_failure(ht
 
 
 def test_each_adapter_has_its_section_with_its_own_plots(html: str) -> None:
-    page, figures = Page(html), 2
+    page, figures = Page(html), 5
     for name in TOKENS:
         its = section(html, name)
         figures += its.count("<figure>")
@@ -61,11 +61,16 @@ def test_the_charts_of_a_section_are_those_of_its_adapter_alone(html: str) -> No
     assert its.clocks == {"beta": alone.clock()}
 
 
-def test_the_shares_and_rewards_are_one_chart_each_of_all_adapters(html: str) -> None:
-    shares, rewards = Page(html).data.sections[0].charts
-    assert (shares.title, rewards.title) == ("Shares of trained tokens", "Reward")
-    for chart in (shares, rewards):
-        assert [line.name for line in chart.lines] == ["alpha", "beta", "gamma"]
+def test_what_compares_adapters_is_one_chart_each_of_all(html: str) -> None:
+    found = {chart.title: [line.name for line in chart.lines] for chart in Page(html).data.sections[0].charts}
+    names, evaluated = ["alpha", "beta", "gamma"], ["alpha held-out", "beta held-out", "gamma held-out"]
+    assert found == {
+        "Reward": names,
+        "Held-out accuracy": evaluated,
+        "Held-out reward": evaluated,
+        "Learning rate": names,
+        "Shares of trained tokens": names,
+    }
 
 
 def test_the_evaluations_of_several_adapters_name_them(html: str) -> None:
@@ -75,6 +80,8 @@ def test_the_evaluations_of_several_adapters_name_them(html: str) -> None:
         ("beta", "held-out", "v0"),
         ("gamma", "held-out", "v4"),
     ]
+    measured = ["accuracy", "reward mean", "unscored"]
+    assert re.findall(r"<th>(.*?)</th>", table)[5:-3] == measured, "no column of a figure that no set has"
 
 
 def test_a_run_that_has_not_begun_has_its_sections(tmp_path: Path) -> None:
