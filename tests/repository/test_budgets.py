@@ -28,20 +28,20 @@ LINES = {
     "algorithms": 1573,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1438,  # a save starts before its copies are complete; files are synced as they are written
     "cli": 2347,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; restart-servers
-    "config": 4475,  # remote; groups; slots; cp, profile; environments; routes; GDPO; stages, memory_gib, served_as
+    "config": 4490,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as; shared slots
     "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
     "distributed": 383,  # scatter; the end of a formation; waits of N ranks
     "doctor": 993,
-    "engine": 11273,  # structured outputs; remote servers; routes; kept ids, caches; virtual stages; served weights
+    "engine": 11413,  # structured outputs; remote; routes; kept ids, caches; stages; exchange sizes; shared slots
     "families": 1402,  # FLOPs of passes; sizes of routes; the modules of targets
     "launcher": 4840,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
     "library": 472,  # loss, advantage
     "network": 1010,  # listening, certified_context; types of /v1/tool_calls and schemas; the client of served models
-    "obs": 4638,  # every rollout, its turns; trackers; a live page; warnings; machines, GPUs; chats; mismatch; joins
+    "obs": 4646,  # every rollout, its turns; trackers; a live page; warnings; GPUs; chats; mismatch; charts of all
     "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8397,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; sample time-outs
+    "rollout": 8412,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; time-outs; launchers
     "run_folder": 1097,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
     "service": 5439,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3211,  # the time of scoring; reward models; mapped rows, rows by column
