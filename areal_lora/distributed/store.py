@@ -58,6 +58,11 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+# Made once: threads that decode a type for the first time, all at once, end the process.
+_decode_request = msgspec.msgpack.Decoder(StoreCall | Await).decode
+_decode_reply = msgspec.msgpack.Decoder(StoreReply).decode
+
+
 class KeyTable:
     """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender.
 
@@ -119,7 +124,7 @@ class StoreServer:
 
     def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
         try:
-            request = msgspec.msgpack.decode(payload, type=StoreCall | Await)
+            request = _decode_request(payload)
         except msgspec.DecodeError as error:
             self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:
@@ -219,7 +224,7 @@ class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types he
             host, port = self._where
             waited = f", keys: {', '.join(request.keys)}" if isinstance(request, Await) else ""
             raise dist.DistStoreError(f"store at {host}:{port}: wait timeout after {timeout_s:.3g} s{waited}") from None
-        reply = msgspec.msgpack.decode(raw, type=StoreReply)
+        reply = _decode_reply(raw)
         if reply.error:
             raise dist.DistStoreError(reply.error)
         return reply.result

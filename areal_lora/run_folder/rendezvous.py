@@ -38,6 +38,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | None = None
 
 
+_decode = msgspec.json.Decoder(Endpoint).decode  # made once: threads that do so together end the process
+
+
 def publish_endpoint(
     run_folder: RunFolder,
     role: str,
@@ -61,7 +64,7 @@ def published_hosts(run_folder: RunFolder) -> list[str]:
     hosts: dict[str, None] = {}
     for file in sorted(run_folder.endpoints.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # its process ended meanwhile
-            hosts[msgspec.json.decode(file.read_bytes(), type=Endpoint).host] = None
+            hosts[_decode(file.read_bytes()).host] = None
     return list(hosts)
 
 
@@ -86,7 +89,7 @@ def read_endpoint(run_folder: RunFolder, role: str, index: int) -> Endpoint | No
     path = run_folder.endpoint(f"{role}-{index}")
     for tries_left in reversed(range(READ_TRIES)):
         try:
-            return msgspec.json.decode(path.read_text(encoding="utf-8"), type=Endpoint)
+            return _decode(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:

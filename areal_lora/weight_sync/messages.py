@@ -262,6 +262,10 @@ class RelayReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=
     answers: list[RelayedAnswer]
 
 
+for _kind in AdminMessage.__subclasses__():  # msgspec's first decoding of a type by several threads ends the process
+    msgspec.msgpack.Decoder(_kind)
+
+
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 SHOWN = 3  # modules named in an error
 

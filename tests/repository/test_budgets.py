@@ -30,9 +30,9 @@ LINES = {
     "cli": 2347,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; restart-servers
     "config": 4490,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as; shared slots
     "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
-    "distributed": 383,  # scatter; the end of a formation; waits of N ranks
+    "distributed": 388,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 993,
-    "engine": 11413,  # structured outputs; remote; routes; kept ids, caches; stages; exchange sizes; shared slots
+    "engine": 11418,  # structured outputs; remote; routes; kept ids, caches; stages; exchange sizes; shared slots
     "families": 1402,  # FLOPs of passes; sizes of routes; the modules of targets
     "launcher": 4840,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
     "library": 472,  # loss, advantage
@@ -42,11 +42,11 @@ LINES = {
     "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8412,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; time-outs; launchers
-    "run_folder": 1097,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
+    "run_folder": 1100,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
     "service": 5439,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
     "tasks": 3211,  # the time of scoring; reward models; mapped rows, rows by column
     "trainer": 4163,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; audits of lost versions
-    "weight_sync": 5551,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; float16
+    "weight_sync": 5555,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; float16
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

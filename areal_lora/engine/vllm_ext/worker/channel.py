@@ -86,6 +86,11 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     answer: WorkerAnswer
 
 
+# Made once: threads that decode a type for the first time, all at once, end the process.
+_decode_call = msgspec.msgpack.Decoder(_Call).decode
+_decode_reply = msgspec.msgpack.Decoder(_Reply).decode
+
+
 class WorkerChannel:
     """The server's end of the channel. Call it from the server's event loop only."""
 
@@ -142,7 +147,7 @@ class WorkerChannel:
 
     async def _read(self) -> None:
         while True:
-            reply = msgspec.msgpack.decode(await self._replies.recv(), type=_Reply)
+            reply = _decode_reply(await self._replies.recv())
             replies = self._calls.get(reply.number)
             if replies is None:
                 log.warning("late answer of worker %d dropped: %s", reply.worker, reply.answer)
@@ -188,7 +193,7 @@ class CommandThread:
         os.sched_setaffinity(threading.get_native_id(), self._cores)
         self._commands.send(str(self._worker).encode())
         while True:
-            call = msgspec.msgpack.decode(self._commands.recv(), type=_Call)
+            call = _decode_call(self._commands.recv())
             self._handle(call.command, partial(self._respond, call.number))
 
     def _respond(self, number: int, answer: WorkerAnswer) -> None:
