@@ -43,7 +43,7 @@ LINES = {
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8412,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; time-outs; launchers
     "run_folder": 1100,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
-    "service": 5439,  # refusals of AdamW's values name their field; the log is cut where durable; a quota of workers
+    "service": 5445,  # refusals of AdamW's values name their field; the log is cut where durable; a quota; decoders
     "tasks": 3211,  # the time of scoring; reward models; mapped rows, rows by column
     "trainer": 4163,  # parts of a batch, routes, kept ids; causes of a mismatch; kept caches; audits of lost versions
     "weight_sync": 5555,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; float16

@@ -8,6 +8,8 @@ from importlib import import_module
 import msgspec
 import pytest
 
+from areal_lora.service.queue import queue_rows
+
 DECODED_BY_THREADS = (
     "areal_lora.distributed.store",
     "areal_lora.engine.vllm_ext.worker.channel",
@@ -36,3 +38,9 @@ def test_types_that_threads_decode_are_looked_up_at_import(name: str) -> None:
     assert found
     bases = {base for each in found for base in each.__bases__}
     assert [each.__name__ for each in found if each not in bases and not looked_up(each)] == []
+
+
+def test_types_in_the_rows_of_the_service_are_looked_up_with_its_tables() -> None:
+    import_module("areal_lora.service.queue.queue_store")
+    assert looked_up(queue_rows.Lora)
+    assert looked_up(queue_rows.Quota)

@@ -40,6 +40,13 @@ class Table(Generic[R]):
     def __init__(self, name: str, kind: type[R]) -> None:
         self._name, self._kind, self._hints = name, kind, get_type_hints(kind)
         self._columns = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # R is a dataclass
+        # Made once: threads that decode a type for the first time, all at once, end the process.
+        self._decode: dict[str, Callable[[bytes], Any]] = {}
+        for column, hint in self._hints.items():
+            if get_origin(hint) is dict:
+                self._decode[column] = msgspec.json.Decoder(hint).decode
+            elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+                self._decode[column] = msgspec.msgpack.Decoder(hint).decode
 
     def select(self, db: sqlite3.Connection, where: str, *values: object) -> list[R]:
         """In the order in which the rows were made."""
@@ -54,11 +61,9 @@ class Table(Generic[R]):
         return _insert(db, self._name, {name: _stored(getattr(row, name)) for name in self._columns}, conflict)
 
     def _read(self, name: str, value: Any) -> Any:
+        if name in self._decode:
+            return self._decode[name](value)
         hint = self._hints[name]
-        if get_origin(hint) is dict:
-            return msgspec.json.decode(value, type=hint)
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            return msgspec.msgpack.decode(value, type=hint)
         return hint(value) if hint is bool or (isinstance(hint, type) and issubclass(hint, StrEnum)) else value
 
 
@@ -76,6 +81,7 @@ def _stored(value: object) -> object:
 
 KEYS, ADAPTERS = Table("keys", queue_rows.Key), Table("adapters", queue_rows.AdapterRow)
 OPEN, SESSIONS = Table("operations", queue_rows.OpenOperation), Table("sessions", queue_rows.ClientSession)
+_quota = msgspec.json.Decoder(queue_rows.Quota).decode
 MODELS, STATES = Table("models", queue_rows.Model), Table("saved_states", queue_rows.SavedState)
 SAMPLERS, SAMPLES = Table("samplers", queue_rows.SamplingSession), Table("samples", queue_rows.PendingSample)
 
@@ -209,7 +215,7 @@ class Store:
             highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
             adapters = ADAPTERS.select(db, "wanted != 'deleted'")
             return queue_rows.Tables(
-                quotas={name: msgspec.json.decode(quota, type=queue_rows.Quota) for name, quota in quotas},
+                quotas={name: _quota(quota) for name, quota in quotas},
                 keys={key.digest: key for key in KEYS.select(db, "1")},
                 adapters={(row.tenant, row.name): row for row in adapters},
                 highest={(tenant, name): incarnation for tenant, name, incarnation in highest},

@@ -155,7 +155,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], temperature: floa
 
 def largest(a: list[float], b: list[float]) -> float:
     assert len(a) == len(b)
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+    gaps = torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)
+    return gaps.abs().max().item()  # NaN if there is one
 
 
 PARTS = {
