@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from areal_lora.errors import AdapterError, ManifestError, RefusalReason
+from areal_lora.errors import AdapterError, ManifestError, RefusalReason, listed
 from areal_lora.families.family import covers
 from areal_lora.families.registry import path_of, target_of
 from areal_lora.network.addresses import bracketed
@@ -267,7 +267,7 @@ for _kind in AdminMessage.__subclasses__():  # msgspec's first decoding of a typ
 
 
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
-SHOWN = 3  # modules named in an error
+SHOWN = 3  # modules, or servers, named in an error
 
 
 def covered(module: str, target_modules: Iterable[str]) -> bool:
@@ -320,8 +320,7 @@ def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
     ):
         modules = sorted({n.removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(WEIGHT) for n in names})
         if modules:
-            shown = ", ".join(modules[:SHOWN]) + (f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else "")
             raise AdapterError(
-                f"the adapter ({targets}): {what} {shown}; "
+                f"the adapter ({targets}): {what} {listed(modules, SHOWN)}; "
                 "change adapters.target_modules, or use one base checkpoint on both sides"
             )

@@ -8,6 +8,7 @@ When all members have joined they agree whether every receiver can read the sour
 If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.
 """
 
+import re
 import secrets
 import threading
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.distributed.store import ENDED, CurveStore, StoreServer
-from areal_lora.errors import ConfigError, PublishError, undo_on_error
+from areal_lora.errors import ConfigError, PublishError, listed, undo_on_error
 from areal_lora.platforms.device import lane_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link import backends
@@ -33,6 +34,7 @@ READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets c
 CPU = torch.device("cpu")
 END_S = 5.0  # for a source to answer that its formation has ended
 SHOWN = 8  # receivers named in an error
+GLOO_ADVICE = re.compile(r"^\[[^ ]*gloo[^ ]*\] |\. This is typically .*$")  # its source file; its general advice
 MEMBER = "member {}"
 """A receiver by its rank, in errors and as the store's key with which it signs in."""
 
@@ -333,10 +335,9 @@ def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], t
         timeout_s = min(timeout_s, time.monotonic() - began_s)
         if not (missing := [name for name, key in zip(receivers, keys, strict=True) if not store.check([key])]):
             return
-        shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")
         raise PublishError(
             f"group of source rank {source} was not complete within {timeout_s:.1f} s, {len(missing)} of "
-            f"{len(receivers)} receivers are missing: {shown}; see the servers' logs"
+            f"{len(receivers)} receivers are missing: {listed(missing, SHOWN)}; see the servers' logs"
         ) from None
 
 
@@ -346,8 +347,9 @@ def _named(group: BroadcastGroup) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError) as e:
+        cause = GLOO_ADVICE.sub("", str(e).splitlines()[0])
         raise PublishError(
-            f"broadcast of source rank {group.source} failed at member {group.rank}: {str(e).splitlines()[0]}; "
+            f"broadcast of source rank {group.source} failed at member {group.rank}: {cause}; "
             "a receiver or the source has ended or is late, see the servers' logs"
         ) from e
 

@@ -7,10 +7,18 @@ from enum import Enum, auto
 import msgspec
 
 from areal_lora.algorithms.merging import CastSums
-from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError, RefusalReason
+from areal_lora.errors import (
+    AdapterError,
+    ArealLoraError,
+    ManifestError,
+    ParityError,
+    PublishError,
+    RefusalReason,
+    listed,
+)
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.link.relays import RelayGroup
-from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
+from areal_lora.weight_sync.messages import SHOWN, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
 
@@ -220,7 +228,11 @@ def member_findings(
 
 
 def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> str:
-    """Text of the errors of servers and of the trainer ranks' transfers: a source names receivers that are missing."""
-    servers = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
+    """Text of the first errors of servers, those that do not answer first, and of the trainer ranks' transfers.
+
+    One dead server ends the transfer of all others of its group; a source names receivers that are missing.
+    """
+    failed = sorted((f for f in findings if f.error is not None), key=lambda f: f.alive)
+    servers = [f"{f.server.name}: {f.error}" for f in failed]
     ranks = [f"trainer rank {rank}: {sent.wire.message}" for rank, sent in enumerate(results) if sent.wire is not None]
-    return "; ".join([*servers, *ranks])
+    return "; ".join(listed(texts, SHOWN, "; ") for texts in (servers, ranks) if texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
@@ -121,3 +122,13 @@ def test_the_text_of_a_failure_names_servers_and_ranks():
     results = [sent(), sent(wire=Failure(kind="failed", message="late"))]
     assert what_failed([finding(A), finding(B, SILENT)], results) == "server-1: timed out; trainer rank 1: late"
     assert what_failed([finding(A)], results) == "trainer rank 1: late"
+
+
+def test_the_text_of_a_failure_names_silent_servers_first_and_counts_the_others():
+    reset = PublishError("connection reset")
+    others = [finding(msgspec.structs.replace(A, name=f"server-{n}"), reset) for n in range(9)]
+    silent = ServerFinding(server=C, error=SILENT, alive=False)
+    first = "server-2: timed out; server-0: connection reset; server-1: connection reset"
+    assert what_failed([*others, silent], [sent(wire=Failure(kind="failed", message="late"))] * 5) == (
+        f"{first} and 7 more; " + "; ".join(f"trainer rank {rank}: late" for rank in range(3)) + " and 2 more"
+    )
