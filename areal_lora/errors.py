@@ -231,12 +231,6 @@ def exit_code_of(error: BaseException) -> int:
     return ExitCode.DISK if isinstance(error, OSError) and error.errno in DISK_ERRORS else ExitCode.FAILED
 
 
-def listed(texts: Sequence[str], shown: int, separator: str = ", ") -> str:
-    """The first ``shown`` of ``texts``, and how many more there are."""
-    more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
-    return separator.join(texts[:shown]) + more
-
-
 @contextmanager
 def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     """Call ``undo`` where the block raises anything, an interrupt included."""

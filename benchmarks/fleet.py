@@ -2,10 +2,10 @@
 ``python benchmarks/fleet.py``.
 
 Servers without a model, over sockets, at addresses of loopback; versions are small, so that requests count. What a
-formation and a version cost is measured with one server; what more servers add is the simulator's. CPU times do not
-depend on what else the machine does. Where servers share the cores, the CPU time of each further one, divided by the
-cores, is added. Then servers join, leave and are killed in the middle of transfers, relays too; every version is
-compared bit for bit on every server.
+formation and a version cost is measured with one server; what more servers add is the simulator's, scaled for each
+figure to what the first fleet measured on this machine. Where servers share the cores, the CPU time of each further
+one, divided by the cores, is added. Then servers join, leave and are killed in the middle of transfers, relays too;
+every version is compared bit for bit on every server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -111,18 +111,39 @@ def publish_ms(groups: Sequence[RelayGroup], alone: Times) -> float:
     return 2e3 * (COSTS.requests_s(groups) - COSTS.requests_s(alone.groups))
 
 
-def compared(times: Times, alone: Times) -> Iterator[tuple[str, Sequence[float], float]]:
-    """Figures with what was measured and simulated."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Milliseconds ``measured``, with one server (``alone``), and that more servers ``add`` by the simulator."""
+
+    name: str
+    measured: Sequence[float]
+    alone: float
+    add: float
+
+    def scale(self) -> float:
+        """How much more the servers added than simulated."""
+        return (median(self.measured) - self.alone) / self.add if self.add else 1.0
+
+
+FORM, PUBLISH = "form, CPU of rank 0", "publish and probe, CPU of rank 0"
+
+
+def compared(times: Times, alone: Times) -> list[Figure]:
     n, cores = sum(map(workers_of, times.groups)), len(os.sched_getaffinity(0))
     forms, publishes = form_ms(times.groups, alone), publish_ms(times.groups, alone)
-    own_cpu = alone.form_cpu.server + 1e3 * (max(map(workers_of, times.groups)) - 1) * CONNECT_S
-    published = median(alone.publishes) + publishes + (n - 1) * alone.publish_cpu.server / cores
-    yield "form, CPU of rank 0", [times.form_cpu.rank_0], alone.form_cpu.rank_0 + forms
-    yield "form, CPU of a server", [times.form_cpu.server], own_cpu
-    yield "publish and probe, CPU of rank 0", [times.publish_cpu.rank_0], alone.publish_cpu.rank_0 + publishes
-    yield "publish and probe, CPU of a server", [times.publish_cpu.server], alone.publish_cpu.server
-    yield "form, on shared cores", times.forms, median(alone.forms) + forms + (n - 1) * own_cpu / cores
-    yield "publish and probe, on shared cores", times.publishes, published
+    peers = 1e3 * (max(map(workers_of, times.groups)) - 1) * CONNECT_S
+    others = (n - 1) / cores
+    form, publish = times.form_cpu, times.publish_cpu
+    shared_form = forms + others * (alone.form_cpu.server + peers)
+    shared_publish = publishes + others * alone.publish_cpu.server
+    return [
+        Figure(FORM, [form.rank_0], alone.form_cpu.rank_0, forms),
+        Figure("form, CPU of a server", [form.server], alone.form_cpu.server, peers),
+        Figure(PUBLISH, [publish.rank_0], alone.publish_cpu.rank_0, publishes),
+        Figure("publish and probe, CPU of a server", [publish.server], alone.publish_cpu.server, float(n > 1)),
+        Figure("form, on shared cores", times.forms, median(alone.forms), shared_form),
+        Figure("publish and probe, on shared cores", times.publishes, median(alone.publishes), shared_publish),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +158,16 @@ class Change:
     ms: float
 
 
-def change(tree: ps.Tree, event: str, plain_ms: float, alone: Times, rng: random.Random) -> Change:
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Milliseconds of rank 0's CPU for a formation with one server, and scales of what more servers add."""
+
+    form: float
+    forms: float
+    requests: float
+
+
+def change(tree: ps.Tree, event: str, plain_ms: float, alone: Times, costs: Costs, rng: random.Random) -> Change:
     """Let it happen to the fleet during its next version, which all servers that remain must serve.
 
     A version without it takes rank 0 ``plain_ms`` of CPU.
@@ -174,7 +204,7 @@ def change(tree: ps.Tree, event: str, plain_ms: float, alone: Times, rng: random
     would = {server for group in forming for server in (*group.members, group.relay)} - {None}
     would |= {g.relay for g in before if g.relay} - {g.relay for g in after} - gone  # relays that end relaying
     requests_s = len(report.servers) * REQUEST_S + (COSTS.requests_s(before) if killed else 0.0)  # pings; first attempt
-    simulated = plain_ms + 1e3 * requests_s + alone.form_cpu.rank_0 + form_ms(forming, alone)
+    simulated = plain_ms + costs.requests * 1e3 * requests_s + costs.form + costs.forms * form_ms(forming, alone)
     return Change(event=event, told=len(told), would=len(would), cpu=cpu, simulated=simulated, ms=ms)
 
 
@@ -190,14 +220,17 @@ def main() -> None:
     out = Console(width=120)
     alone = measured(1, CALIBRATION * chosen.publishes, CALIBRATION * FORMATIONS, chosen.most)
     out.print(f"one server: a formation {alone.form_cpu}, a publish and probe {alone.publish_cpu} ms")
-    table = Table("servers", "groups", "figure", "measured, ms", "p99, ms", "simulated, ms", "ratio")
-    for servers in chosen.servers:
+    table = Table("servers", "groups", "figure", "measured, ms", "p99, ms", "simulated, ms", "ratio", "scale")
+    scales = dict[str, float]()
+    for servers in sorted(chosen.servers):
         times = measured(servers, chosen.publishes, FORMATIONS, chosen.most)
-        for figure, found, simulated in compared(times, alone):
-            ordered = sorted(found)
+        for figure in compared(times, alone):
+            ordered, scale = sorted(figure.measured), scales.setdefault(figure.name, figure.scale())
             p50, p99 = median(ordered), ordered[len(ordered) * 99 // 100]
-            cells = (f"{p50:.1f}", f"{p99:.1f}", f"{simulated:.1f}", f"{p50 / simulated:.2f}")
-            table.add_row(str(servers), str(len(times.groups)), figure, *cells)
+            simulated = figure.alone + scale * figure.add
+            cells = (f"{p50:.1f}", f"{p99:.1f}", f"{simulated:.1f}", f"{p50 / simulated:.2f}", f"{scale:.2f}")
+            table.add_row(str(servers), str(len(times.groups)), figure.name, *cells)
+    costs = Costs(alone.form_cpu.rank_0, scales[FORM], scales[PUBLISH])
     out.print(table)
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     ps.BUCKET_MIB = BUCKET_MIB  # several: a server is killed between two
@@ -208,7 +241,7 @@ def main() -> None:
             for _ in range(WARM):
                 tree.begin().wait()
             plain_ms = 1e3 * (time.process_time() - cpu_s) / WARM
-            changes += [change(tree, event, plain_ms, alone, rng) for event in EVENTS]
+            changes += [change(tree, event, plain_ms, alone, costs, rng) for event in EVENTS]
     finally:
         tree.close()
     table = Table("event", "told to connect", "simulated", "CPU of rank 0, ms", "simulated, ms", "ratio", "p50, ms")

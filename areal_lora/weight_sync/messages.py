@@ -30,11 +30,11 @@ the trainer sends the version again to all others.
 unknown names, so a publish would succeed, and parts of the policy would be the base model's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from areal_lora.errors import AdapterError, ManifestError, RefusalReason, listed
+from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.family import covers
 from areal_lora.families.registry import path_of, target_of
 from areal_lora.network.addresses import bracketed
@@ -266,8 +266,16 @@ for _kind in AdminMessage.__subclasses__():  # msgspec's first decoding of a typ
     msgspec.msgpack.Decoder(_kind)
 
 
+SHOWN = 3  # modules, servers, or receivers named in an error
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first ``SHOWN`` of ``texts`` for an error, and how many more there are."""
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return separator.join(texts[:SHOWN]) + more
+
+
 LORA_A, LORA_B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
-SHOWN = 3  # modules, or servers, named in an error
 
 
 def covered(module: str, target_modules: Iterable[str]) -> bool:
@@ -321,6 +329,6 @@ def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
         modules = sorted({n.removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(WEIGHT) for n in names})
         if modules:
             raise AdapterError(
-                f"the adapter ({targets}): {what} {listed(modules, SHOWN)}; "
+                f"the adapter ({targets}): {what} {listed(modules)}; "
                 "change adapters.target_modules, or use one base checkpoint on both sides"
             )

@@ -22,18 +22,17 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.distributed.store import ENDED, CurveStore, StoreServer
-from areal_lora.errors import ConfigError, PublishError, listed, undo_on_error
+from areal_lora.errors import ConfigError, PublishError, undo_on_error
 from areal_lora.platforms.device import lane_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.inbox import Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
-from areal_lora.weight_sync.messages import SourceEndpoint
+from areal_lora.weight_sync.messages import SourceEndpoint, listed
 
 READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
 END_S = 5.0  # for a source to answer that its formation has ended
-SHOWN = 8  # receivers named in an error
 GLOO_ADVICE = re.compile(r"^\[[^ ]*gloo[^ ]*\] |\. This is typically .*$")  # its source file; its general advice
 MEMBER = "member {}"
 """A receiver by its rank, in errors and as the store's key with which it signs in."""
@@ -337,7 +336,7 @@ def _await_receivers(store: dist.Store, source: int, receivers: Sequence[str], t
             return
         raise PublishError(
             f"group of source rank {source} was not complete within {timeout_s:.1f} s, {len(missing)} of "
-            f"{len(receivers)} receivers are missing: {listed(missing, SHOWN)}; see the servers' logs"
+            f"{len(receivers)} receivers are missing: {listed(missing)}; see the servers' logs"
         ) from None
 
 

@@ -7,18 +7,10 @@ from enum import Enum, auto
 import msgspec
 
 from areal_lora.algorithms.merging import CastSums
-from areal_lora.errors import (
-    AdapterError,
-    ArealLoraError,
-    ManifestError,
-    ParityError,
-    PublishError,
-    RefusalReason,
-    listed,
-)
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError, RefusalReason
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.link.relays import RelayGroup
-from areal_lora.weight_sync.messages import SHOWN, PublishReply, ServerEndpoint
+from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint, listed
 from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
 
 
@@ -235,4 +227,4 @@ def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> s
     failed = sorted((f for f in findings if f.error is not None), key=lambda f: f.alive)
     servers = [f"{f.server.name}: {f.error}" for f in failed]
     ranks = [f"trainer rank {rank}: {sent.wire.message}" for rank, sent in enumerate(results) if sent.wire is not None]
-    return "; ".join(listed(texts, SHOWN, "; ") for texts in (servers, ranks) if texts)
+    return "; ".join(listed(texts, "; ") for texts in (servers, ranks) if texts)

@@ -20,12 +20,12 @@ import msgspec
 from areal_lora.algorithms.merging import MAX_LOST, CastSums
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.config.recorded import PROBE_TOLERANCES
-from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError, RefusalReason, listed
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError, RefusalReason
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.messages import SHOWN, JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint, listed
 from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
@@ -258,7 +258,7 @@ class Leader:
     def _await_slot(self, job: PublishJob, findings: Sequence[ServerFinding], next_turn: int | None) -> Step:
         """Let the next adapter go ahead if one waits. Raises the servers' refusal when no server had a slot in time."""
         full = [f for f in findings if f.full]
-        held = listed([f"{f.server.name}: {f.error}" for f in full], SHOWN, "; ")
+        held = listed([f"{f.server.name}: {f.error}" for f in full], "; ")
         now = time.monotonic()
         job.full_s = now if job.full_s is None else job.full_s
         if job.dropped:
