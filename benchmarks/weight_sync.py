@@ -6,7 +6,7 @@ has the first half of the cores and the server the rest.
 
 ``--quick``      two minutes: fewer repeats, no growth tables
 ``--only PART``  ``publish``, ``generation`` or ``growth`` alone; claims of what was measured
-``--veth``       ``publish`` alone, between two network namespaces of one core each
+``--veth [RATE]``  ``publish`` alone, between two network namespaces of one core each, at no more than RATE (1gbit)
 ``--json FILE``  the figures, with a flat object ``claims`` and ``environment`` beside it
 ``--force``      run although the machine is busy
 """
@@ -531,9 +531,12 @@ def growth(repeats: int, console: Console) -> dict[str, Any]:
     return rows
 
 
-def joined_hosts(stack: ExitStack) -> Sequence[Host]:
-    """Two hosts; this process is on the first from here on, and so are its threads."""
+def joined_hosts(stack: ExitStack, rate: str) -> Sequence[Host]:
+    """Two hosts, each sending at ``rate`` (tc) if given; this process and its threads are on the first from here on."""
     hosts = stack.enter_context(two_hosts())
+    for host in hosts if rate else ():
+        shaped = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        subprocess.run(["tc", "-n", host.name, "qdisc", "add", "dev", "eth0", "root", *shaped], check=True)
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{hosts[0].name}", "rb") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -550,7 +553,7 @@ def measure_all(stack: ExitStack) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("publish", "generation", "growth"))
-    parser.add_argument("--veth", action="store_true")
+    parser.add_argument("--veth", nargs="?", const="", metavar="RATE")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--repeats", type=int)
@@ -560,7 +563,7 @@ def measure_all(stack: ExitStack) -> None:
     torch.set_num_threads(1)
     repeats = args.repeats or (7 if args.quick else 15)
     result: dict[str, Any] = {"environment": environment()}
-    hosts = joined_hosts(stack) if args.veth else ()
+    hosts = () if args.veth is None else joined_hosts(stack, args.veth)
     parts = (
         ("publish",)
         if hosts
