@@ -26,6 +26,7 @@ from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
+from areal_lora.rollout.conversations import WorkerLost
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
@@ -241,6 +242,30 @@ def test_workers_on_other_nodes_get_messages_that_need_no_answer(
         async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}):
             while not got.exists() or got.read_bytes().count(b'"number":0,"task":null') < 3:
                 await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def test_a_worker_that_starts_again_gets_no_message_while_the_one_before_still_ends(tmp_path: Path) -> None:
+    """The first interpreter closes its output, as a lost node does, and takes its time; the second one never starts."""
+    program, second, end, ready = tmp_path / "python", tmp_path / "2", tmp_path / "end", '{"type":"result","number":0}'
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\ntrap '' TERM\n"
+        f"if mkdir 1; then\nprintf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\n"
+        "exec >&-\nelse touch 2\nfi\nwhile [ ! -e end ]; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program)))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
+            try:
+                while not second.exists():
+                    with contextlib.suppress(TimeoutError, WorkerLost):
+                        await asyncio.wait_for(workers.run({"sample": {}}), 0.1)
+                workers._workers[0].beat()
+            finally:
+                end.touch()
 
     asyncio.run(asyncio.wait_for(main(), 300))
 
