@@ -143,6 +143,7 @@ def _turn(reply: Any) -> dict[str, Any]:
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):
             raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
+    fields["done"] = bool(fields["done"])  # numpy's is no JSON
     fields["text"].encode()  # half a surrogate pair has no tokens
     if (reward := fields["reward"]) is not None:  # JSON has no NaN
         fields["reward"] = "inf" if abs(reward) > sys.float_info.max else str(float(reward))

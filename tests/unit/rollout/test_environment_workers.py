@@ -296,7 +296,7 @@ class Turns:
         if self.turns == 2 and not list(self.marks.iterdir()):
             (self.marks / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"text": f"<{text}>", "done": self.turns == 2, "reward": 0.5, "loss": float("nan")}
+        return {"text": f"<{text}>", "done": self.turns == 2 or None, "reward": 0.5, "loss": float("nan")}
 """
 
 
