@@ -132,6 +132,7 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("adapters.0.rank=8.5", ["(fix: give an integer)"]),
         ("adapters.0.optimizer.lr=1e-5x", ["(fix: give a number)"]),
         ("trainer.tp=0", ["(fix: give a number greater than 0)"]),
+        ("rollout.remote={port: 65536}", ["rollout.remote.port", "(fix: give a number of at most 65535)"]),
         ("checkpoint.keep_last=1", ["(fix: give a number of at least 2)"]),
         ("trainer.cpu_offload=maybe", ["(fix: give true or false)"]),
         ("trainer.recompute=true", ["trainer.recompute", "'selective'", "'full'"]),

@@ -89,7 +89,11 @@ class GatewayClient:
 
     async def get(self, path: str, kind: type[M], method: str = "GET") -> M:
         async with self.open(method, path) as response:
-            return msgspec.msgpack.decode(await response.read(), type=kind)
+            body = await response.read()
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise aiohttp.ClientPayloadError(f"this is no answer of a gateway: {error}") from None
 
     async def send(self, method: str, path: str, message: msgspec.Struct | None = None) -> None:
         async with self.open(method, path, data=None if message is None else msgspec.msgpack.encode(message)):

@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from areal_lora.engine.vllm_ext.remote import remote_seat
 from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
-from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config
+from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config, serve_remote
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
 from areal_lora.run_folder.paths import RunFolder
@@ -185,6 +185,22 @@ def test_the_token_of_another_start_is_refused_in_one_line(world: World) -> None
         with pytest.raises(ConfigError, match=r"does not take this token .*copy remote.token") as refused:
             asyncio.run(ask(token))
         assert "\n" not in str(refused.value)
+
+
+def test_another_service_at_the_address_is_named_in_one_line() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>")
+        await writer.drain()
+        writer.close()
+
+    async def check() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(ConfigError, match=r"no gateway answers there: .* no answer of a gateway"):
+                await serve_remote(url, "token")
+
+    asyncio.run(check())
 
 
 def test_what_a_remote_server_is_given_is_no_secret_of_the_run(world: World, tmp_path: Path) -> None:
