@@ -183,8 +183,7 @@ class EnvironmentWorkers:
     async def close(self) -> None:
         if self._beats is not None:
             self._beats.cancel()
-        for worker in self._workers:
-            await worker.close()
+        await asyncio.gather(*(worker.close() for worker in self._workers))  # srun takes seconds to end its task
 
 
 class _Worker:

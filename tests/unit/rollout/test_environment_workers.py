@@ -246,6 +246,28 @@ def test_workers_on_other_nodes_get_messages_that_need_no_answer(
     asyncio.run(asyncio.wait_for(main(), 300))
 
 
+def test_workers_on_other_nodes_end_together(tmp_path: Path) -> None:
+    """Interpreters that end as soon as all three are to end."""
+    program, ready = tmp_path / "python", '{"type":"result","number":0}'
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\n"
+        "trap 'touch told$$; until [ -e \"$(ls told* | sed -n 3p)\" ]; do sleep 0.05; done; touch ended$$; exit' TERM\n"
+        f"printf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\nwhile :; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program), workers=3))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
+            samples = [asyncio.create_task(workers.run({"sample": {}})) for _ in range(3)]
+            while not all(worker._process() for worker in workers._workers):
+                await asyncio.sleep(0.01)
+        assert all(isinstance(each, WorkerLost) for each in await asyncio.gather(*samples, return_exceptions=True))
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert len([*tmp_path.glob("ended*")]) == 3
+
+
 def test_a_worker_that_starts_again_gets_no_message_while_the_one_before_still_ends(tmp_path: Path) -> None:
     """The first interpreter closes its output, as a lost node does, and takes its time; the second one never starts."""
     program, second, end, ready = tmp_path / "python", tmp_path / "2", tmp_path / "end", '{"type":"result","number":0}'
