@@ -204,6 +204,7 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
         ("- 1\n", "holds a list"),
         ("run: {name: a}\nrun: {name: b}\n", "given twice"),
         ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+        ("run: &a\n  x: *a\n", "nested without end"),
     ],
 )
 def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:
