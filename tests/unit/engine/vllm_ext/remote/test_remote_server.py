@@ -16,6 +16,7 @@ from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config, serve_remote
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
+from areal_lora.rollout.completion_client import CompletionRequest, encoded
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_files
 from areal_lora.weight_sync.trainer.decisions import PublishReport
@@ -163,6 +164,23 @@ def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(
     *starts, last = world.damage.starts
     assert (starts, 0 < last < 2000) == ([0, 0], True)
     assert equal(machine.memory, world.local, 2)
+
+
+def test_requests_in_progress_hold_up_neither_pings_nor_versions(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.publish(1).wait()
+    machine.data.delay_s = lambda k: WAIT_S
+    body = encoded(CompletionRequest(prompt=[1], max_tokens=1, temperature=1.0, top_p=1.0, model=str(ref(1, NAME))))
+
+    forward, loop = world.gateway.seats["server-1"].forward, world._loop.loop
+    asked = [
+        asyncio.run_coroutine_threadsafe(forward(Plane.DATA, "POST", "/v1/completions", body), loop) for _ in range(120)
+    ]
+    wait_until(lambda: machine.data.open_requests == 120, what="all requests in progress")
+    assert members(world.publish(2).wait()) == ["server-0", "server-1"]
+    assert not any(each.done() for each in asked)
+    machine.leave()
 
 
 def test_a_server_that_the_gateway_has_lost_joins_again(world: World, tmp_path: Path) -> None:
