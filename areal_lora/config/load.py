@@ -82,12 +82,14 @@ def read_source(path: Path) -> Source:
         reason = f"holds a {type(data).__name__}, not key: value pairs"
         raise ConfigError(str(path), reason, "start with a section such as `run:`")
     lines: dict[models.Path, int] = {}
-    if root is not None:
+    try:
         _index_lines(root, (), lines, str(path))
+    except RecursionError:
+        raise ConfigError(str(path), "is nested without end", "put no alias into what it names") from None
     return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
 
 
-def _index_lines(node: yaml.Node, path: models.Path, lines: dict[models.Path, int], label: str) -> None:
+def _index_lines(node: yaml.Node | None, path: models.Path, lines: dict[models.Path, int], label: str) -> None:
     """Record the line of each key; a key given twice is an error, YAML would silently keep the last."""
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):

@@ -28,6 +28,8 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
 LOG_LINES, ERROR_CHARACTERS = 10_000, 1000
+_LEAKS = re.compile(r"nanobind: | - leaked | - \.\.\. skipped remainder|See https://nanobind\.")
+"""What Triton's bindings print at the end of a process that has imported them."""
 _STARTS = re.compile(r"---- \S+ starts again, ")
 _RECORD = re.compile(r"[\d:.]+ \S+ (?:ERROR|CRITICAL) \S+: (.*)")
 _RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
@@ -104,11 +106,12 @@ def note_restart(log: Path, process: str) -> None:
 
 
 def last_lines(path: Path, n: int) -> list[str]:
-    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
+    """The last ``n`` lines of a log, without `_LEAKS`; reads at most its last 64 KiB."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))
-            return file.read().decode("utf-8", "replace").splitlines()[-n:]
+            lines = file.read().decode("utf-8", "replace").splitlines()
+            return [line for line in lines if not _LEAKS.match(line)][-n:]
     except FileNotFoundError:
         return []
 

@@ -51,7 +51,7 @@ def read(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 def write(stream: BinaryIO, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+    body = json.dumps(message, ensure_ascii=False).encode(errors="replace")  # texts may have halves of surrogate pairs
     stream.write(len(body).to_bytes(4, "big") + body)
     stream.flush()
 

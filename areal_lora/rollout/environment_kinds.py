@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import os
 import shlex
 import sys
@@ -136,11 +137,13 @@ def _turn(reply: Any) -> dict[str, Any]:
         reply = dataclasses.asdict(reply)
     if not isinstance(reply, dict):
         raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
-    fields: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user", **reply}
+    defaults: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user"}
+    fields = {name: reply.get(name, default) for name, default in defaults.items()}
     kinds: dict[str, Any] = {"text": str, "role": str, "reward": (int, float, type(None))}
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):
             raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
+    fields["done"] = bool(fields["done"])  # numpy's is no JSON
     fields["text"].encode()  # half a surrogate pair has no tokens
     if (reward := fields["reward"]) is not None:  # JSON has no NaN
         fields["reward"] = "inf" if abs(reward) > sys.float_info.max else str(float(reward))
@@ -358,6 +361,7 @@ class Verifiers(WorkerKind):
         for trace in episode.traces:
             rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
             parts |= rewards | {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        parts = {name: value for name, value in parts.items() if math.isfinite(value)}  # JSON has no NaN
         return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
 
 

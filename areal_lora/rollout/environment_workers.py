@@ -183,8 +183,7 @@ class EnvironmentWorkers:
     async def close(self) -> None:
         if self._beats is not None:
             self._beats.cancel()
-        for worker in self._workers:
-            await worker.close()
+        await asyncio.gather(*(worker.close() for worker in self._workers))  # srun takes seconds to end its task
 
 
 class _Worker:
@@ -207,8 +206,13 @@ class _Worker:
 
     def beat(self) -> None:
         """Send the process, if it runs on another node, a message that needs no answer."""
-        if self._launcher and self._running is not None and self._reader is not None and not self._reader.done():
-            self._send(self._running.result(), Play(number=0))
+        if self._launcher and (process := self._process()) is not None:
+            self._send(process, Play(number=0))
+
+    def _process(self) -> Process | None:
+        """The newest process, from its start to the end of its pipe."""
+        made = self._running
+        return None if made is None or not made.done() or made.cancelled() or made.exception() else made.result()
 
     async def play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         self.n_running += 1
@@ -224,7 +228,7 @@ class _Worker:
             if self._launcher:  # the next start is on another node
                 raise WorkerLost(str(error)) from error
             raise GenerationFault(self._fault, str(error)) from error
-        if self._running is None:
+        if self._process() is not process:
             raise WorkerLost("its worker process ended before the sample started")
         self._port = urlsplit(fields.get("base_url", "")).port or 0
         number = next(self._numbers)
@@ -249,7 +253,7 @@ class _Worker:
 
         A start continues when the sample that it is for is cancelled: it may take longer than a sample.
         """
-        if self._running is None or (self._running.done() and (self._running.cancelled() or self._running.exception())):
+        if self._running is None or (self._running.done() and self._process() is None):
             self._running = asyncio.create_task(self._started())
         return await asyncio.shield(self._running)
 
@@ -356,8 +360,8 @@ class _Worker:
     async def close(self) -> None:
         if self._running is None:
             return
-        if not self._running.cancel() and not self._running.cancelled() and self._running.exception() is None:
-            self._kill(self._running.result())
+        if not self._running.cancel() and (process := self._process()) is not None:
+            self._kill(process)
         if self._reader is not None:
             await self._reader
 

@@ -77,7 +77,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
 def _columns(place: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(place, f"is a {type(values).__name__}, not an object with columns", 'write {"prompt": ...}')
-    return {str(name): _plain(value) for name, value in values.items()}
+    return {_plain(str(name)): _plain(value) for name, value in values.items()}
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -169,12 +169,17 @@ def _from_datasets(source: RowSource) -> Iterator[Row]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON can hold it: a date as text, a decimal as a number; bytes (images) are omitted."""
+    """Return ``value`` as msgpack can hold it: a date and an integer of more than 64 bits as text, a decimal as a
+    number; bytes (images) are omitted, and half a surrogate pair is a question mark."""
     match value:
-        case None | bool() | int() | float() | str():
+        case int() if not -(2**63) <= value < 2**64:
+            return str(value)
+        case None | bool() | int() | float():
             return value
+        case str():
+            return value.encode(errors="replace").decode()
         case dict():
-            return {str(key): _plain(item) for key, item in value.items()}
+            return {_plain(str(key)): _plain(item) for key, item in value.items()}
         case list() | tuple():
             return [_plain(item) for item in value]
         case decimal.Decimal():

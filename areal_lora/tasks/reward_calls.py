@@ -205,7 +205,7 @@ def trace(error: BaseException) -> str:
 
 def _shown(error: BaseException, text: Callable[[], str]) -> str:
     try:
-        return text()
+        return text().encode(errors="replace").decode()  # half a surrogate pair cannot be sent
     except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
         return type(error).__name__
 

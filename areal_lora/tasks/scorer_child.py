@@ -102,7 +102,7 @@ class CapturedOutput(io.TextIOBase):
 
     def take(self) -> str:
         text, self._text = self._text, ""
-        return text
+        return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
 def write_frame(stream: BinaryIO, message: object) -> None:

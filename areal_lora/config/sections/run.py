@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegInt, PositiveInt, Section
+from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegInt, Port, PositiveInt, Section
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
@@ -118,7 +118,7 @@ class BehaviourConfig(Section):
 class RemoteConfig(Section):
     host: str = "127.0.0.1"
     """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
-    port: NonNegInt = Field(0, description="0: the system chooses.")
+    port: Port = Field(0, description="0: the system chooses.")
     certificate: Path | None = None
     """PEM file with certificate chain and private key; plain HTTP if unset."""
     store: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://")
@@ -336,7 +336,7 @@ CODE_REWARD = "code"
 class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
-    port: NonNegInt = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
+    port: Port = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
     data: Path | None = None
     """Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."""
     data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")

@@ -17,6 +17,7 @@ def _of_64_bits(value: int) -> int:
 
 NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 NonNegFloat = Annotated[float, Field(ge=0)]
 TIME_LIMIT = r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"

@@ -95,7 +95,8 @@ class MetricsTail:
 
     def __init__(self, run_folder: RunFolder) -> None:
         self.path = run_folder.metrics
-        self._offset = 0
+        self.offset = 0
+        """Bytes that were read."""
         self._lines = 0
 
     def read_new(self) -> list[records.Record]:
@@ -107,7 +108,7 @@ class MetricsTail:
         found: list[records.Record] = []
         if not self.path.exists():
             return found
-        for line in whole_lines(self.path, self._offset + TAIL_BYTES, self._offset):
+        for line in whole_lines(self.path, self.offset + TAIL_BYTES, self.offset):
             try:
                 found.append(_decode(_RECORD, line, self.path, self._lines + 1))
             except ConfigError:
@@ -119,7 +120,7 @@ class MetricsTail:
         return found
 
     def _pass(self, line: bytes) -> None:
-        self._offset += len(line)
+        self.offset += len(line)
         self._lines += 1
 
 
@@ -155,15 +156,15 @@ def recorded_s(run_folder: RunFolder) -> float:
     return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
 
 
-def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[records.Record]:
-    """Iterate over all valid records of ``metrics.jsonl`` in the order written.
+def iter_metrics(run_folder: RunFolder | Path | str, until: int | None = None) -> Iterator[records.Record]:
+    """Iterate over all valid records of ``metrics.jsonl`` in the order written, to byte ``until``.
 
     Records that a resume made void are skipped, which takes two passes over the file; records appended meanwhile are
     returned by the next call. Raises ConfigError with file and line for a line that is not a record.
     """
     folder = RunFolder.of(run_folder)
     path, undone, end = folder.metrics, VoidRecords(), 0
-    for number, (nbytes, head) in enumerate(_heads(path), 1):
+    for number, (nbytes, head) in enumerate(_heads(path, until), 1):
         undone.note(number, mark_of(head))
         end += nbytes
     if end:
@@ -225,10 +226,10 @@ _STATE_LINES = (b'{"kind":"state"', b'{"kind":"resume"')
 """The start of these lines, as the writer has them."""
 
 
-def _heads(path: Path) -> Iterator[tuple[int, _Head]]:
-    """(bytes of the line, head) of each record of ``metrics.jsonl``."""
+def _heads(path: Path, until: int | None = None) -> Iterator[tuple[int, _Head]]:
+    """(bytes of the line, head) of each record of ``metrics.jsonl``, to byte ``until``."""
     if path.exists():
-        for number, line in enumerate(whole_lines(path), 1):
+        for number, line in enumerate(whole_lines(path, until), 1):
             yield len(line), _decode(_HEAD, line, path, number)
 
 

@@ -65,7 +65,7 @@ class LiveRun:
                 self.page.add(record)
         if void:
             self.page = self._empty()
-            for record in iter_metrics(self._folder):
+            for record in iter_metrics(self._folder, self._tail.offset):  # later ones come with the next refresh
                 self.page.add(record)
         return self.page
 

@@ -25,9 +25,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
     def values(self) -> Any:
-        """The arguments as chat templates take them: decoded; the text itself where it is no JSON."""
+        """The arguments as chat templates take them: decoded; the text itself where it is no JSON, or spells half a
+        surrogate pair, which has no tokens."""
         try:
-            return json.loads(self.arguments)
+            values = json.loads(self.arguments)
+            json.dumps(values, ensure_ascii=False).encode()
+            return values
         except ValueError:
             return self.arguments
 

@@ -36,4 +36,8 @@ async def fails(task: Any) -> float:
     raise ValueError(f"no idea of {task.sample.uid}")
 
 
+async def undecodable(task: Any) -> float:
+    raise ValueError(b"caf\xe9".decode(errors="surrogateescape"))
+
+
 NOT_CALLABLE = 3

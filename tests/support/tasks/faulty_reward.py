@@ -53,6 +53,8 @@ def reward(completion: str, gold: str) -> float:
             return None  # type: ignore[return-value]
         case "raise":
             raise RuntimeError("broken on purpose")
+        case "undecodable":
+            raise RuntimeError(b"caf\xe9".decode(errors="surrogateescape"))
         case "raise_nasty":
             raise Nasty
         case "exit_quietly":
@@ -66,7 +68,7 @@ def reward(completion: str, gold: str) -> float:
         case "recurse":
             return reward_again()
         case "print":
-            print("noise " * 1000, flush=True)
+            print(b"noise \xe9".decode(errors="surrogateescape") * 1000, flush=True)
             os.write(1, b"more noise")
         case "flood":
             while True:

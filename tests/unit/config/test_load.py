@@ -132,6 +132,7 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("adapters.0.rank=8.5", ["(fix: give an integer)"]),
         ("adapters.0.optimizer.lr=1e-5x", ["(fix: give a number)"]),
         ("trainer.tp=0", ["(fix: give a number greater than 0)"]),
+        ("rollout.remote={port: 65536}", ["rollout.remote.port", "(fix: give a number of at most 65535)"]),
         ("checkpoint.keep_last=1", ["(fix: give a number of at least 2)"]),
         ("trainer.cpu_offload=maybe", ["(fix: give true or false)"]),
         ("trainer.recompute=true", ["trainer.recompute", "'selective'", "'full'"]),
@@ -203,6 +204,7 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
         ("- 1\n", "holds a list"),
         ("run: {name: a}\nrun: {name: b}\n", "given twice"),
         ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+        ("run: &a\n  x: *a\n", "nested without end"),
     ],
 )
 def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.restarts import ProcessExit, left_in_turn, with_error
+from areal_lora.launcher.restarts import ProcessExit, last_lines, left_in_turn, with_error
 from areal_lora.run_folder.paths import RunFolder
 
 SPEC = ProcessSpec(role="trainer", index=0, argv=("x",), env={})
@@ -36,6 +36,19 @@ def test_the_last_error_since_the_start_is_the_cause(tmp_path: Path, log: str, c
     assert ended.error == error
     assert ended.cause == (f"exited with code {code}: {error}" if error else ended.how())
     assert with_error(ProcessExit(spec=SPEC, code=code, log=path, why="was ended")).cause == "was ended"
+
+
+LEAKS = (
+    ["nanobind: leaked 64 types!"]
+    + [' - leaked type "triton._C.libtriton.ir.location"'] * 40
+    + [" - ... skipped remainder", "nanobind: this is likely caused by a reference counting issue in the binding code."]
+    + ["See https://nanobind.readthedocs.io/en/latest/refleaks.html"]
+)
+
+
+def test_the_last_lines_have_none_of_what_triton_prints_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("\n".join(["early", " - a list", "See below", *LEAKS]))
+    assert last_lines(tmp_path / "log", 3) == ["early", " - a list", "See below"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
+from areal_lora.rollout.conversations import WorkerLost
+from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
@@ -108,6 +109,7 @@ def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> 
     [
         ("fails", r"agent: ValueError: no idea of s \(plain_agents\.py, line \d+\)", Cause.OTHER),
         ("text", "agent: TypeError: the agent returned str", Cause.CODE),
+        ("undecodable", r"agent: ValueError: caf\? \(plain_agents\.py", Cause.OTHER),
     ],
 )
 def test_what_an_agent_raises_is_a_fault_of_its_group(name: str, detail: str, cause: Cause) -> None:
@@ -244,6 +246,52 @@ def test_workers_on_other_nodes_get_messages_that_need_no_answer(
     asyncio.run(asyncio.wait_for(main(), 300))
 
 
+def test_workers_on_other_nodes_end_together(tmp_path: Path) -> None:
+    """Interpreters that end as soon as all three are to end."""
+    program, ready = tmp_path / "python", '{"type":"result","number":0}'
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\n"
+        "trap 'touch told$$; until [ -e \"$(ls told* | sed -n 3p)\" ]; do sleep 0.05; done; touch ended$$; exit' TERM\n"
+        f"printf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\nwhile :; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program), workers=3))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
+            samples = [asyncio.create_task(workers.run({"sample": {}})) for _ in range(3)]
+            while not all(worker._process() for worker in workers._workers):
+                await asyncio.sleep(0.01)
+        assert all(isinstance(each, WorkerLost) for each in await asyncio.gather(*samples, return_exceptions=True))
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert len([*tmp_path.glob("ended*")]) == 3
+
+
+def test_a_worker_that_starts_again_gets_no_message_while_the_one_before_still_ends(tmp_path: Path) -> None:
+    """The first interpreter closes its output, as a lost node does, and takes its time; the second one never starts."""
+    program, second, end, ready = tmp_path / "python", tmp_path / "2", tmp_path / "end", '{"type":"result","number":0}'
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\ntrap '' TERM\n"
+        f"if mkdir 1; then\nprintf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\n"
+        "exec >&-\nelse touch 2\nfi\nwhile [ ! -e end ]; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program)))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
+            try:
+                while not second.exists():
+                    with contextlib.suppress(TimeoutError, WorkerLost):
+                        await asyncio.wait_for(workers.run({"sample": {}}), 0.1)
+                workers._workers[0].beat()
+            finally:
+                end.touch()
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
 def test_workers_are_on_the_nodes_of_their_component() -> None:
     """The real commands are those of tests/process/launcher/test_real_slurm.py."""
     components = [{"roles": ["trainer", "rollout", "controller"], "nodes": 2}, {"roles": ["environment"], "nodes": 2}]
@@ -270,7 +318,7 @@ class Turns:
         if self.turns == 2 and not list(self.marks.iterdir()):
             (self.marks / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"text": f"<{text}>", "done": self.turns == 2, "reward": 0.5}
+        return {"text": f"<{text}>", "done": self.turns == 2 or None, "reward": 0.5, "loss": float("nan")}
 """
 
 
@@ -289,6 +337,52 @@ def test_an_environments_killed_worker_loses_no_episode_and_needs_no_package(tmp
             assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
             assert (t.reward, t.outcome) == (1.0, Outcome.OK)
     assert len(list(marks.iterdir())) == 1
+
+
+VERIFIERS = """
+import contextlib
+from types import SimpleNamespace
+
+class Taskset(list):
+    bounded = True
+
+class Environment:
+    taskset = Taskset(["task"])
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+    def slots(self, task):
+        return [task]
+    async def run_slot(self, slot, context):
+        metrics = {"turns": 2, "loss": float("nan"), "ratio": float("inf")}
+        trace = SimpleNamespace(rewards={}, metrics=metrics, reward=float("nan"), errors=[])
+        return SimpleNamespace(ok=True, errors=[], traces=[trace])
+
+def resolve_env_config(chosen):
+    return chosen
+
+def load_environment(config):
+    return Environment()
+
+EvalClientConfig = ModelContext = SimpleNamespace
+"""
+
+
+def test_metrics_that_are_no_numbers_cost_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "v1.py").write_text(VERIFIERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python({"kind": "verifiers", "env": "x"})
+
+    async def main() -> PlayResult:
+        async with EnvironmentWorkers(config, FIELDS) as workers:
+            sample = {"uid": "0/0"}
+            return await workers.run(
+                {"sample": sample, "api_key": "", "base_url": "http://127.0.0.1:1/v1", "model": ""}
+            )
+
+    played = asyncio.run(main())
+    assert (played.reward, played.metrics) == ("nan", {"turns": 2.0})
 
 
 def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -74,6 +75,13 @@ def test_values_that_json_lacks_become_text_or_nothing(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"day": day, "image": b"\x89PNG", "nested": {"list": [1.5, None]}}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert rows_of(tmp_path / "a.parquet") == [{"day": "2026-01-02", "image": None, "nested": {"list": [1.5, None]}}]
+
+
+def test_rows_can_be_sent_whatever_json_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"half \ud83d": ["\ud83d!"], "most": [2**64 - 1, -(2**63), 2**64]}))
+    found = rows_of(tmp_path / "a.jsonl")
+    assert found == [{"half ?": ["?!"], "most": [2**64 - 1, -(2**63), str(2**64)]}]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found)) == found
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ REFUSED = {
     "inf": "inf",
     "none": "TypeError",
     "raise": "broken on purpose",
+    "undecodable": "caf?",
     "raise_nasty": "Nasty",
     "recurse": "RecursionError",
     "fork_bomb": "other processes",

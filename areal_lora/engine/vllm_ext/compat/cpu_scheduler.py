@@ -76,8 +76,10 @@ class KeptRoutes:
         if name in self._cached:
             n, tail = self._cached.pop(name)
             at = self._at(blocks, 0, n - len(tail))
-            whole = self._rows[at]
-            whole[at < self._size] = np.iinfo(whole.dtype).max  # block 0 is in place of what attention needs no more
+            whole, missing = self._rows[at], at < self._size  # block 0 is in place of what attention needs no more
+            if missing.any():
+                whole = whole.astype(np.uint16)  # of 256 experts vLLM's type names one by each number
+                whole[missing] = np.iinfo(whole.dtype).max
             rows = np.concatenate([whole, tail, rows])
         self._rows[self._at(blocks, end - len(rows), end)] = rows
         return rows if request.num_output_tokens == 1 else rows[-1:]  # more were computed again: it was preempted

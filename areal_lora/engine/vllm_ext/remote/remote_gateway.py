@@ -61,7 +61,8 @@ class RemoteGateway:
         self._closed = has_tenants(config)
         self.seats: dict[str, m.RemoteSeat] = {}
         url = None if config.rollout.remote is None else config.rollout.remote.store
-        self._store, self._bases = open_store(url), ShardBases(adapter_capacity(config), BASES)
+        capacity = adapter_capacity(config)
+        self._store, self._bases = open_store(url, capacity), ShardBases(capacity, BASES)
         self._settings = m.RemoteSettings(
             config=config.model_dump_json().encode(),
             base_digest=base_digest(config.model.folder),

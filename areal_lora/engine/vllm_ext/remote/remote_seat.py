@@ -238,16 +238,21 @@ class RemoteSeat:
         self.over = True
         self._more.set()
 
-    async def forward(
-        self, plane: Plane, method: str, path: str, body: bytes, number: int | None = None
-    ) -> RemoteAnswer:
+    async def forward(self, plane: Plane, method: str, path: str, body: bytes) -> RemoteAnswer:
         """Have the remote server answer a request. A caller that is cancelled cancels it there."""
         if self.left.is_set():
             return RemoteAnswer(number=0, status=503, body=b"this server has left", leaving=True)
-        number = next(self._numbers) if number is None else number
-        future: asyncio.Future[RemoteAnswer] = asyncio.get_running_loop().create_future()
-        self._unanswered[number] = future
+        return await self._answer(self._request(plane, method, path, body))
+
+    def _request(self, plane: Plane, method: str, path: str, body: bytes) -> int:
+        """Send a request and return its number. The remote server counts on their order."""
+        number = next(self._numbers)
+        self._unanswered[number] = asyncio.get_running_loop().create_future()
         self._send(ForwardedRequest(number=number, plane=plane, method=method, path=path, body=body))
+        return number
+
+    async def _answer(self, number: int) -> RemoteAnswer:
+        future = self._unanswered[number]
         try:
             return await future
         finally:
@@ -304,19 +309,20 @@ class RemoteSeat:
         while len(self._known) >= self._layouts:
             del self._known[next(iter(self._known))]
         self._known[digest] = layout
-        number, deadline, fills = next(self._numbers), came + announced.timeout_s, []
+        deadline, fills, spools = came + announced.timeout_s, [], dict[int, ShardSpool]()
         self.spools = {}
         for shard, table in zip(layout.shards, layout.tables, strict=True):
             group = self._groups[shard.source]
             parts = [*((b.start, b.end) for b in table.buckets(group.bucket_bytes)), trailer_part(shard)]
-            spool = self.spools[number, shard.source] = ShardSpool(
+            spool = spools[shard.source] = ShardSpool(
                 parts[-1][1], announced.manifest.ref, shard.source, ITEM_BYTES[layout.dtype]
             )
             filled = self._in_thread(spool.fill, group.receive(parts, deadline), parts)
             bases = self._bases if layout.payload is Payload.UNMERGED else None  # merged weights take all memory once
             fills.append(_received(filled, spool, self._store, bases, announced.manifest.run, deadline))
-        forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, number)
-        answer = await settled(self._leave_groups, forwarded, fills)
+        number = self._request(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body)
+        self.spools = {(number, source): spool for source, spool in spools.items()}
+        answer = await settled(self._leave_groups, self._answer(number), fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
 
     def _in_thread(self, call: Any, *arguments: Any) -> asyncio.Future[Any]:

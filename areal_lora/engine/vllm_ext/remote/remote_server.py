@@ -68,7 +68,9 @@ class GatewayClient:
 
     async def __aenter__(self) -> "GatewayClient":
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=m.HOLD_S, sock_read=2 * m.HOLD_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -89,7 +91,11 @@ class GatewayClient:
 
     async def get(self, path: str, kind: type[M], method: str = "GET") -> M:
         async with self.open(method, path) as response:
-            return msgspec.msgpack.decode(await response.read(), type=kind)
+            body = await response.read()
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise aiohttp.ClientPayloadError(f"this is no answer of a gateway: {error}") from None
 
     async def send(self, method: str, path: str, message: msgspec.Struct | None = None) -> None:
         async with self.open(method, path, data=None if message is None else msgspec.msgpack.encode(message)):
@@ -118,7 +124,8 @@ class RemoteServer:
 
     async def serve(self) -> None:
         """Take part until the run is over. Raises ArealLoraError where that is impossible; leaves in any case."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as self._local:
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)  # aiohttp's limit is 100
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._local:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     await self._work(tasks)

@@ -102,12 +102,14 @@ class ShardBases:
 class ShardStore:
     """Shards in files of the folder ``url``, which exists; its scheme is one of fsspec's.
 
+    It holds those of the last ``adapters`` adapters, ``STORED`` versions of each.
+
     Raises ConfigError where the package of the scheme is not installed. Methods raise PublishError for every error
     of the file system.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, adapters: int = 1) -> None:
+        self._url, self._adapters = url.rstrip("/"), adapters
         try:
             self._files, self._root = url_to_fs(self._url)
         except (ImportError, ValueError) as error:
@@ -118,7 +120,7 @@ class ShardStore:
     async def put(self, run: str, ref: AdapterRef, source: int, memory: np.ndarray) -> str:
         """Store a shard (uint8 [nbytes], trailer included) once, whatever the servers, and return its name.
 
-        Removes versions older than the last ``STORED`` of this adapter.
+        Removes versions that it holds no more.
         """
         name = f"{run}-{ref}-{source}-{seal_of(memory)}"
         if (ref, name) not in self._uploads:
@@ -129,8 +131,11 @@ class ShardStore:
         except PublishError:
             self._uploads.pop((ref, name), None)
             raise
-        latest = [*dict.fromkeys(each for each, _ in reversed(self._uploads) if each.name == ref.name)]
-        await self._remove([key for key in self._uploads if key[0] in latest[STORED:]])
+        held = defaultdict[str, dict[AdapterRef, None]](dict)
+        for each, _ in reversed(self._uploads):
+            held[each.name][each] = None
+        latest = {each for versions in [*held.values()][: self._adapters] for each in [*versions][:STORED]}
+        await self._remove([key for key in self._uploads if key[0] not in latest])
         return name
 
     async def read(self, name: str, at: int, nbytes: int) -> AsyncIterator[bytes]:
@@ -160,8 +165,8 @@ class ShardStore:
         return found
 
 
-def open_store(url: str | None) -> ShardStore | None:
-    return None if url is None else ShardStore(url)
+def open_store(url: str | None, adapters: int = 1) -> ShardStore | None:
+    return None if url is None else ShardStore(url, adapters)
 
 
 class IncomingShard:

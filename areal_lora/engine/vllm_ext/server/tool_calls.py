@@ -48,8 +48,14 @@ class ToolCallParsers:
         found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return ParsedText(content=text)
-        calls = [ParsedCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls]
+        read = (call.function for call in found.tool_calls)
+        calls = [ParsedCall(name=_whole(function.name), arguments=_whole(function.arguments)) for function in read]
         return ParsedText(content=found.content or "", calls=calls)
+
+
+def _whole(text: str) -> str:
+    """With a question mark for half a surrogate pair, which a parser may decode: it cannot be sent."""
+    return text.encode(errors="replace").decode()
 
 
 def configured_parsers(config: Config) -> list[str]:

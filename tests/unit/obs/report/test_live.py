@@ -6,7 +6,9 @@ import io
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
@@ -14,8 +16,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from areal_lora.cli.find_run import local_processes
-from areal_lora.obs.metrics.records import ResumeRecord
+from areal_lora.obs.metrics.reader import iter_metrics
+from areal_lora.obs.metrics.records import Record, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.obs.report import live
 from areal_lora.obs.report.inspector import GroupView, RolloutHead, RolloutPage
 from areal_lora.obs.report.live import application
 from areal_lora.obs.report.page import PageData
@@ -101,6 +105,23 @@ def test_steps_that_a_resume_makes_void_go(client: TestClient, folder: RunFolder
     write(folder, 3, 0.5)
     after = rewards(msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData))
     assert after == [*before[:3], 0.5]
+
+
+def test_a_step_that_comes_while_the_page_is_made_anew_counts_once(
+    client: TestClient, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rewards(msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData))
+
+    def slow(*place: Any) -> Iterator[Record]:
+        write(folder, 4, 0.5)
+        yield from iter_metrics(*place)
+
+    with MetricsWriter(folder) as writer:
+        writer.write(ResumeRecord(adapter=ADAPTER, version=4, time_s=50.0))
+    monkeypatch.setattr(live, "iter_metrics", slow)
+    client.get(f"/{TOKEN}/data")
+    monkeypatch.undo()
+    assert rewards(msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData)) == [*before, 0.5]
 
 
 def test_rollouts_are_queried_and_downloaded_of_the_run_that_is_named(tmp_path: Path) -> None:

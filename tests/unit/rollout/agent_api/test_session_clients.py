@@ -267,6 +267,22 @@ def test_parallel_calls_can_be_declined_and_tools_not_told() -> None:
     assert "".join(map(chr, made[-1].token_ids)).startswith("<user:hi>")
 
 
+def test_half_a_surrogate_pair_in_a_call_ends_nothing() -> None:
+    """JSON can spell it, and a model does; the arguments stay as they were written."""
+    call = r'ok{add {"a": "\ud83d", "b": 2}}'
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        reply = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL])
+        message = reply.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+        again = [*MESSAGES, message.model_dump(exclude_none=True), result]
+        await client.chat.completions.create(model=model, messages=again, tools=[TOOL])
+
+    made = run(agent, saying([call, "so 7"]))
+    assert len(made.group.trajectories) == 1
+    assert r'"\\ud83d\"' in made.turns[0]
+
+
 def test_a_call_that_a_stop_text_ends_is_parsed_without_it() -> None:
     texts: list[str] = []
 

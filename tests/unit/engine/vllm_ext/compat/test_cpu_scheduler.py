@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from areal_lora.config.load import load_config
+from areal_lora.tokens import RouteShape
 from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
 
@@ -114,6 +116,22 @@ def test_every_token_but_the_last_has_its_route_once(scheduler: cpu_scheduler.Gr
             np.testing.assert_array_equal(rows, routes(tokens)[:-1])
         assert (max(each["messages"].values()) == 1) == whole
     assert not scheduler.aux_output_connector._cached
+
+
+@pytest.mark.parametrize("experts", [8, 255, 256, 300])
+def test_a_route_that_is_no_longer_there_is_no_experts(experts: int) -> None:
+    """Block 0 is in place of what a sliding window has left; an expert 255 stays one."""
+    shape, dtype = RouteShape(layers=1, per_token=1, experts=experts), np.uint8 if experts <= 256 else np.uint16
+    blocks = [SimpleNamespace(block_id=1), SimpleNamespace(block_id=2)]
+    kept = cpu_scheduler.KeptRoutes(mock.Mock(get_blocks=lambda name: SimpleNamespace(blocks=[blocks])), 12, 4)
+    first = SimpleNamespace(request_id="a", num_tokens=8, num_output_tokens=1)
+    kept.take_output(first, {"a": np.full((7, 1, 1), experts - 1, dtype)})
+    blocks[0] = SimpleNamespace(block_id=0)
+    again = SimpleNamespace(request_id="b", num_tokens=8, num_output_tokens=1)
+    kept.start(again, blocks, 6)
+    rows = kept.take_output(again, {"b": np.full((1, 1, 1), experts - 1, dtype)})
+    none = int.from_bytes(b"\xff" * shape.n_bytes, "little")
+    assert rows.astype(shape.dtype).ravel().tolist() == [none] * 4 + [experts - 1] * 3
 
 
 @pytest.mark.parametrize("scheduler", [400], indirect=True)

@@ -13,9 +13,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from areal_lora.engine.vllm_ext.remote import remote_seat
 from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
-from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config
+from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config, serve_remote
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
+from areal_lora.rollout.completion_client import CompletionRequest, encoded
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_files
 from areal_lora.weight_sync.trainer.decisions import PublishReport
@@ -165,6 +166,23 @@ def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(
     assert equal(machine.memory, world.local, 2)
 
 
+def test_requests_in_progress_hold_up_neither_pings_nor_versions(world: World, tmp_path: Path) -> None:
+    world.publish(0).wait()
+    machine = joined(world, tmp_path)
+    world.publish(1).wait()
+    machine.data.delay_s = lambda k: WAIT_S
+    body = encoded(CompletionRequest(prompt=[1], max_tokens=1, temperature=1.0, top_p=1.0, model=str(ref(1, NAME))))
+
+    forward, loop = world.gateway.seats["server-1"].forward, world._loop.loop
+    asked = [
+        asyncio.run_coroutine_threadsafe(forward(Plane.DATA, "POST", "/v1/completions", body), loop) for _ in range(120)
+    ]
+    wait_until(lambda: machine.data.open_requests == 120, what="all requests in progress")
+    assert members(world.publish(2).wait()) == ["server-0", "server-1"]
+    assert not any(each.done() for each in asked)
+    machine.leave()
+
+
 def test_a_server_that_the_gateway_has_lost_joins_again(world: World, tmp_path: Path) -> None:
     world.publish(0).wait()
     machine = joined(world, tmp_path)
@@ -185,6 +203,22 @@ def test_the_token_of_another_start_is_refused_in_one_line(world: World) -> None
         with pytest.raises(ConfigError, match=r"does not take this token .*copy remote.token") as refused:
             asyncio.run(ask(token))
         assert "\n" not in str(refused.value)
+
+
+def test_another_service_at_the_address_is_named_in_one_line() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>")
+        await writer.drain()
+        writer.close()
+
+    async def check() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(ConfigError, match=r"no gateway answers there: .* no answer of a gateway"):
+                await serve_remote(url, "token")
+
+    asyncio.run(check())
 
 
 def test_what_a_remote_server_is_given_is_no_secret_of_the_run(world: World, tmp_path: Path) -> None:

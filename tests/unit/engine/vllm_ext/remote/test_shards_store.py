@@ -63,7 +63,7 @@ def test_a_version_that_is_trained_again_replaces_newer_ones(tmp_path: Path) -> 
     """After a resume: it is one of the last versions, whatever its number, and its bytes have another name."""
 
     async def check() -> None:
-        store = ShardStore(tmp_path.as_uri())
+        store = ShardStore(tmp_path.as_uri(), adapters=2)
         for version, shard in ((8, SHARD), (9, SHARD), (5, SHARD[::-1].copy()), (6, SHARD)):
             for name in ("math", "code"):
                 await store.put("run", AdapterRef(name=name, version=version), 0, shard)
@@ -71,6 +71,18 @@ def test_a_version_that_is_trained_again_replaces_newer_ones(tmp_path: Path) -> 
         assert files == ["code@v5", "code@v6", "math@v5", "math@v6"]
         name = await store.put("run", AdapterRef(name="math", version=6), 0, SHARD[::-1].copy())
         assert await anext(store.read(name, 0, SHARD.nbytes)) == SHARD[::-1].tobytes()
+
+    asyncio.run(check())
+
+
+def test_shards_of_adapters_that_have_left_do_not_remain(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = ShardStore(tmp_path.as_uri(), adapters=2)
+        for name in ("first", "second", "first", "third", "fourth"):
+            for version in range(3):
+                await store.put("run", AdapterRef(name=name, version=version), 0, SHARD)
+        files = sorted(file.name.split("-")[1] for file in tmp_path.iterdir())
+        assert files == ["fourth@v1", "fourth@v2", "third@v1", "third@v2"]
 
     asyncio.run(check())
 

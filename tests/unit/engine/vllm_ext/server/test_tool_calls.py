@@ -29,11 +29,12 @@ def test_the_configured_parsers_are_those_of_the_agents() -> None:
 
 def test_a_parser_of_the_users_own_reads_an_answer() -> None:
     found = tool_calls.ToolCallParsers(None, [OWN]).parse(
-        ToolCallsBody(parser=OWN, tools=TOOLS, texts=[" 3*4", " #### 7"])
+        ToolCallsBody(parser=OWN, tools=TOOLS, texts=[" 3*4", " #### 7", r"\ud83d"])
     )
     assert found == [
         ParsedText(content=" ", calls=[ParsedCall(name="calculator", arguments='{"expression": "3*4"}')]),
         ParsedText(content=" #### 7"),
+        ParsedText(content="", calls=[ParsedCall(name="calculator", arguments='{"expression": "?"}')]),
     ]
 
 
