@@ -27,7 +27,8 @@ ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 CAUSES_STEPS = 16
 """Every so many steps a batch is also scored without what may be a cause of the mismatch (`measures_causes`)."""
 EVIDENCE = 0.1
-"""Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains."""
+"""Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains. Where servers
+round the base by themselves, any is of interest."""
 
 MAX_SKIPPED = 3  # training steps in a row; one may be an outlier batch, three mean a broken run
 
@@ -236,7 +237,8 @@ def learn(
         skipped.append(stats["skipped"])
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
-    differs = totals["behaviour_abs"] > EVIDENCE * ALIGNMENT_LIMITS[base_dtype] * totals["sampled_tokens"]
+    least = EVIDENCE * ALIGNMENT_LIMITS[base_dtype] if served_as is None else 0.0
+    differs = totals["behaviour_abs"] > least * totals["sampled_tokens"]
     if measures_causes(version) and differs and served_as != "merged":  # such servers have no base
         bare = replace(batch, kept=None, routes=None)
         variants = replace(variants, base=engine.logprobs(bare, adapter=None, temperature=temperature))
