@@ -40,12 +40,13 @@ class Variants:
     """Log-probabilities [T] fp32 of the policy before the step; None: not measured, the cause has no evidence.
 
     With the experts of its ``own`` choice, from which the routes differ in ``flips``; over the ``whole`` vocabulary,
-    where sampling truncated; of the ``base``, along no routes; and by the weights that servers ``served``: of the base,
-    or of the policy where they merge it.
+    where sampling truncated, and both (``free``); of the ``base``, along no routes; and by the weights that servers
+    ``served``: of the base, or of the policy where they merge it.
     """
 
     own: Tensor | None = None
     flips: float | None = None
+    free: Tensor | None = None
     whole: Tensor | None = None
     base: Tensor | None = None
     served: Tensor | None = None
@@ -58,7 +59,8 @@ class LearnReport:
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
-    measured. ``truncated``: they are normalised over kept ids. ``correction`` is the step's, where it is not fixed.
+    measured. ``truncated``: they are normalised over kept ids, ``replayed``: along servers' routes. ``correction`` is
+    the step's, where it is not fixed.
     """
 
     sums: dict[str, float]
@@ -68,6 +70,7 @@ class LearnReport:
     entropies: Tensor | None = None
     logprobs: Tensor | None = None
     truncated: bool = False
+    replayed: bool = False
     variants: Variants = Variants()
     correction: Correction | None = None
 
@@ -255,6 +258,7 @@ def learn(
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,
+        replayed=batch.routes is not None,
         variants=variants,
         correction=adapter.algorithm.correction,
     )
@@ -262,14 +266,18 @@ def learn(
 
 def unmoved(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, served_as: ServedAs | None) -> Variants:
     """The variants that need the policy before the step. Collective."""
-    temperature, own, flips, whole, served = adapter.config.sampling.temperature, None, None, None, None
+    temperature, own, flips, free, whole, served = adapter.config.sampling.temperature, None, None, None, None, None
     if batch.routes is not None:
         own, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
+        free = own
     if batch.kept is not None:
-        whole = engine.logprobs(replace(batch, kept=None), adapter=adapter.name, temperature=temperature)
+        untruncated = replace(batch, kept=None)
+        whole = engine.logprobs(untruncated, adapter=adapter.name, temperature=temperature)
+        if batch.routes is not None:
+            free, _ = engine.own_choice(untruncated, adapter=adapter.name, temperature=temperature)
     if served_as == "merged":
         served = engine.served(replace(batch, kept=None), served_as, adapter=adapter.name, temperature=temperature)
-    return Variants(own=own, flips=flips, whole=whole, served=served)
+    return Variants(own=own, flips=flips, free=free, whole=whole, served=served)
 
 
 def check_finite(state: TrainingState, report: LearnReport) -> None:
