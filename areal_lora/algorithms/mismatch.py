@@ -41,7 +41,8 @@ class TrainerScores:
 
     As they are ``trained`` (over the kept ids, along routes), with the experts of its ``own`` choice, over the
     ``whole`` vocabulary (``trained`` where nothing is truncated), of the ``base``, and by the weights that servers
-    ``served``: of the base, or, where that is not measured, of the policy.
+    ``served``: of the base, or, where that is not measured, of the policy. Routes are those of the version that
+    sampled; ``newest`` is without them where servers score the current version along others (None: as ``whole``).
     """
 
     trained: Tensor
@@ -49,6 +50,7 @@ class TrainerScores:
     own: Tensor | None = None
     base: Tensor | None = None
     served: Tensor | None = None
+    newest: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def chain(server: ServerScores, trainer: TrainerScores) -> dict[str, tuple[Tenso
     ``numerics``     all that remains
     ===============  =================================  ====================================
     """
-    rest = policies = server.current, trainer.whole
+    rest = policies = server.current, trainer.whole if trainer.newest is None else trainer.newest
     if server.base is not None and trainer.base is not None:
         rest = server.base, trainer.base
     served = trainer.served if (server.base is None) == (trainer.base is None) else None
@@ -83,7 +85,7 @@ def chain(server: ServerScores, trainer: TrainerScores) -> dict[str, tuple[Tenso
         "truncation": (server.kept, None if trainer.whole is trainer.trained else trainer.trained),
         "record": (server.recorded, None if server.sampled is None else trainer.whole),
         "staleness": (server.recorded if server.sampled is None else server.sampled, trainer.whole),
-        "adapter": (server.current, None if rest is policies else trainer.whole),
+        "adapter": (server.current, None if rest is policies else policies[1]),
         "weights": (rest[0], None if served is None else rest[1]),
         "numerics": (rest[0], rest[1] if served is None else served),
     }

@@ -2,6 +2,7 @@
 
 fp8 is ``float8_e4m3fn`` with scales as vLLM 0.32 quantises while it loads (``layers/quantization/online/fp8.py``): the
 largest magnitude of an output channel, or of a matrix, becomes 448. Matrices are [out, in] or stacked [n, out, in].
+vLLM rounds the inputs of these products, too: not repeated, since any rounding before it decides its ties otherwise.
 """
 
 import torch

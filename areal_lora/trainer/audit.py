@@ -73,11 +73,12 @@ class Excerpt:
 class AuditedTokens:
     """Tokens of a batch for ``version``, at its places ``at`` [n], with the servers' ``scores`` of them.
 
-    ``causes``: its step measures causes.
+    ``fresh`` [n]: sampled under that version, and all before it. ``causes``: its step measures causes.
     """
 
     version: int
     at: list[int]
+    fresh: list[bool]
     scores: ServerScores
     causes: bool = False
 
@@ -210,6 +211,7 @@ def rescore(
     return AuditedTokens(
         version=current.version,
         at=[excerpt.start + t for excerpt, _ in compared for t in excerpt.at],
+        fresh=[excerpt.sequence not in older for excerpt, _ in compared for _ in excerpt.at],
         causes=base,
         scores=ServerScores(
             recorded=recorded,

@@ -27,7 +27,8 @@ ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 CAUSES_STEPS = 16
 """Every so many steps a batch is also scored without what may be a cause of the mismatch (`measures_causes`)."""
 EVIDENCE = 0.1
-"""Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains."""
+"""Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains. Where servers
+round the base by themselves, any is of interest."""
 
 MAX_SKIPPED = 3  # training steps in a row; one may be an outlier batch, three mean a broken run
 
@@ -39,12 +40,13 @@ class Variants:
     """Log-probabilities [T] fp32 of the policy before the step; None: not measured, the cause has no evidence.
 
     With the experts of its ``own`` choice, from which the routes differ in ``flips``; over the ``whole`` vocabulary,
-    where sampling truncated; of the ``base``, along no routes; and by the weights that servers ``served``: of the base,
-    or of the policy where they merge it.
+    where sampling truncated, and both (``free``); of the ``base``, along no routes; and by the weights that servers
+    ``served``: of the base, or of the policy where they merge it.
     """
 
     own: Tensor | None = None
     flips: float | None = None
+    free: Tensor | None = None
     whole: Tensor | None = None
     base: Tensor | None = None
     served: Tensor | None = None
@@ -57,7 +59,8 @@ class LearnReport:
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
-    measured. ``truncated``: they are normalised over kept ids. ``correction`` is the step's, where it is not fixed.
+    measured. ``truncated``: they are normalised over kept ids, ``replayed``: along servers' routes. ``correction`` is
+    the step's, where it is not fixed.
     """
 
     sums: dict[str, float]
@@ -67,6 +70,7 @@ class LearnReport:
     entropies: Tensor | None = None
     logprobs: Tensor | None = None
     truncated: bool = False
+    replayed: bool = False
     variants: Variants = Variants()
     correction: Correction | None = None
 
@@ -236,7 +240,8 @@ def learn(
         skipped.append(stats["skipped"])
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
-    differs = totals["behaviour_abs"] > EVIDENCE * ALIGNMENT_LIMITS[base_dtype] * totals["sampled_tokens"]
+    least = EVIDENCE * ALIGNMENT_LIMITS[base_dtype] if served_as is None else 0.0
+    differs = totals["behaviour_abs"] > least * totals["sampled_tokens"]
     if measures_causes(version) and differs and served_as != "merged":  # such servers have no base
         bare = replace(batch, kept=None, routes=None)
         variants = replace(variants, base=engine.logprobs(bare, adapter=None, temperature=temperature))
@@ -253,6 +258,7 @@ def learn(
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,
+        replayed=batch.routes is not None,
         variants=variants,
         correction=adapter.algorithm.correction,
     )
@@ -260,14 +266,18 @@ def learn(
 
 def unmoved(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, served_as: ServedAs | None) -> Variants:
     """The variants that need the policy before the step. Collective."""
-    temperature, own, flips, whole, served = adapter.config.sampling.temperature, None, None, None, None
+    temperature, own, flips, free, whole, served = adapter.config.sampling.temperature, None, None, None, None, None
     if batch.routes is not None:
         own, flips = engine.own_choice(batch, adapter=adapter.name, temperature=temperature)
+        free = own
     if batch.kept is not None:
-        whole = engine.logprobs(replace(batch, kept=None), adapter=adapter.name, temperature=temperature)
+        untruncated = replace(batch, kept=None)
+        whole = engine.logprobs(untruncated, adapter=adapter.name, temperature=temperature)
+        if batch.routes is not None:
+            free, _ = engine.own_choice(untruncated, adapter=adapter.name, temperature=temperature)
     if served_as == "merged":
         served = engine.served(replace(batch, kept=None), served_as, adapter=adapter.name, temperature=temperature)
-    return Variants(own=own, flips=flips, whole=whole, served=served)
+    return Variants(own=own, flips=flips, free=free, whole=whole, served=served)
 
 
 def check_finite(state: TrainingState, report: LearnReport) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
@@ -153,22 +154,27 @@ def of_mismatch(audit: Audit, learned: Mapping[int, LearnReport]) -> Metrics:
     """The mismatch of the audited tokens of the batch that trained one of the versions ``learned``, by cause.
 
     `algorithms.mismatch.chain` has the causes. Empty unless record, staleness and numerics are known; truncated batches
-    have them in steps that measure causes.
+    have them in steps that measure causes, as have stale tokens with routes: servers score those along other routes.
     """
     found = audit.rescored
     report = learned.get(found.version) if found else None
     if found is None or report is None or report.logprobs is None:
         return {}
     variants = report.variants
-    trained, own, whole, base, served = (
+    trained, own, free, whole, base, served = (
         None if scores is None else scores[found.at]
-        for scores in (report.logprobs, variants.own, variants.whole, variants.base, variants.served)
+        for scores in (report.logprobs, variants.own, variants.free, variants.whole, variants.base, variants.served)
     )
     if not report.truncated:
         whole = trained
     if trained is None or whole is None:
         return {}
-    trainer = TrainerScores(trained=trained, whole=whole, own=own, base=base, served=served)
+    newest = None
+    if report.replayed and not all(found.fresh):
+        if free is None:
+            return {}
+        newest = torch.where(torch.tensor(found.fresh, device=free.device), whole, free)
+    trainer = TrainerScores(trained=trained, whole=whole, own=own, base=base, served=served, newest=newest)
     tags: Metrics = {}
     for cause, part in split(chain(found.scores, trainer)).items():
         tags |= {GAP + cause: part.gap, KL + cause: part.kl}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lora.config.recorded import QUANTISED_TOLERANCE
 from areal_lora.config.sections.run import Recompute
 from tests.support.gpu.engines import LIMITS, alone, differences, judge
 from tests.support.launcher.command import configs
@@ -42,7 +43,8 @@ def test_bfloat16_training_against_float32(engine: str, recompute: Recompute, re
 
 
 @pytest.mark.timeout(600)
-def test_a_whole_run_on_one_card(record: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "limit"), [(None, 0.1), ("fp8_per_channel", QUANTISED_TOLERANCE)])
+def test_a_whole_run_on_one_card(quantization: str | None, limit: float, record: Any, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vLLM with CUDA")
     overrides = [
         f"run.root={tmp_path}",
@@ -54,6 +56,7 @@ def test_a_whole_run_on_one_card(record: Any, tmp_path: Path) -> None:
         "adapters.0.sampling.max_new_tokens=32",
         "rollout.max_model_len=256",
         "cluster.device_memory_gib=null",
+        *([f"rollout.engine_args.quantization={quantization}"] if quantization else []),
     ]
     command = [sys.executable, "-m", "areal_lora.launch", *configs("one_gpu"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
@@ -67,15 +70,18 @@ def test_a_whole_run_on_one_card(record: Any, tmp_path: Path) -> None:
         "steps": len(steps),
         "probe_mean_abs": max(p["probe_mean_abs"] or 0.0 for p in publishes),
         "commit_ms": max(p["phases_ms"].get("commit") or 0.0 for p in publishes),
+        "mismatch_kl_weights": max(step["metrics"].get("mismatch_kl/weights", 0.0) for step in steps),
         "lost_servers": sum(len(p["lost"]) for p in publishes),
         "dropped_groups": sum(sum(step["dropped"].values()) for step in steps),
         "reward_first_quarter": float(np.mean(rewards[:5])),
         "reward_last_quarter": float(np.mean(rewards[-5:])),
     }
-    record("exit code 0, served - trainer <= 0.1, commit < 2 ms, no server lost, reward rises", figures)
+    record(f"exit code 0, served - trainer <= {limit}, commit < 2 ms, no server lost, reward rises", figures)
     assert done.returncode == 0, done.stderr[-3000:]
-    # CPUs give up to 0.047 in bfloat16. A version that does not arrive is found by the publish, which ends the run.
-    assert figures["probe_mean_abs"] <= 0.1
+    # CPUs give up to 0.047 in bfloat16, 0.13 with weights and activations in fp8. A version that does not arrive is
+    # found by the publish, which ends the run.
+    assert figures["probe_mean_abs"] <= limit
+    assert (figures["mismatch_kl_weights"] != 0) == (quantization is not None)
     assert figures["commit_ms"] < 2.0
     assert figures["lost_servers"] == 0
     assert figures["reward_last_quarter"] > figures["reward_first_quarter"]

@@ -23,7 +23,7 @@ RULES: tuple[Rule, ...] = (
     layout.components_agree, layout.own_directives, memory.cluster_is_reachable, memory.interface_counts,
     memory.devices_suffice, layout.devices_are_shared, layout.backend_fits, layout.no_idle_node, memory.memory_suffices,
     memory.shared_base_fits, layout.deterministic, layout.engine_args_are_free, layout.time_outs, layout.profiled_steps,
-    memory.remote_servers_fit,
+    memory.remote_servers_fit, memory.base_can_be_rounded,
 )
 # fmt: on
 

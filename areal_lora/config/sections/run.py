@@ -159,7 +159,8 @@ class RolloutConfig(Section):
     """KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves;
     `cluster.share_devices` requires it."""
     engine_args: dict[str, Any] = Field({})
-    """Further arguments of vLLM's engine, such as `{enforce_eager: true}`: no CUDA graphs."""
+    """Further arguments of vLLM's engine, such as `{quantization: fp8_per_channel}`: the base alone, while
+    it is loaded."""
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
     remote: RemoteConfig | None = None
     """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""
@@ -172,8 +173,11 @@ class RolloutConfig(Section):
     @property
     def served_as(self) -> ServedAs | None:
         """How the weights that servers compute with differ from the trainer's; None: not, or in a way not known."""
-        if self.adapter_mode == "merged":
-            return "merged"
+        return "merged" if self.adapter_mode == "merged" else self.quantised
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """How vLLM rounds the base while it loads; None: not, or in a way that the trainer cannot repeat."""
         known: tuple[Quantised, ...] = get_args(Quantised)
         return next((kind for kind in known if kind == self.engine_args.get("quantization")), None)
 
@@ -192,8 +196,8 @@ class WeightSyncConfig(Section):
     """Seconds for a publish, also with a second transfer. With fewer than `cluster.min_servers` members it waits four
     times as long for servers to rejoin."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, 0.15 with
-    `bfloat16`, 0.1 with `float16`."""
+    """Largest allowed mean |logp trainer - logp server|; if unset by type: 1e-4 in float32, 0.15 in bfloat16, 0.1 in
+    float16, 0.3 in fp8."""
 
     form_s: ClassVar[float] = 30.0
     """Time limit of forming all broadcast groups once, which no transfer's limit counts: connecting takes longer than a

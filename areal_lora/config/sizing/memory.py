@@ -308,7 +308,7 @@ def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> 
 def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
 
-    - Weights are divided by tp. Slots: `slots.slot_parameters`.
+    - Weights are divided by tp; one of a linear layer has one byte in fp8. Slots: `slots.slot_parameters`.
     - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`),
       not a fixed need.
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
@@ -324,7 +324,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len)
     width = max(shape.ffn if shape.dense_layers else 0, shape.experts_per_token * shape.expert_ffn)
     step = tokens * (4 * shape.hidden + 3 * width // tp) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
-    weights = shape.parameters * item
+    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.quantised else 0)
     staging = staging_bytes(config, shape)
     version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
     if on_cpu:
@@ -350,6 +350,12 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
         Part(STAGING, device=on_device, host=on_host * tp),
         Part("process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
     )
+
+
+def _linear_elements(shape: ModelShape) -> int:
+    """Weights of the layers that vLLM quantises: those that can be adapted, no routers, embeddings or output layer."""
+    sites = ((piece, key.scope) for key in linear_sites(shape) for piece in pieces_of(shape, key))
+    return sum(p.in_features * p.out_features * (shape.experts if s is Scope.EXPERT else 1) for p, s in sites)
 
 
 def kv_token_bytes(config: Config, shape: ModelShape) -> int:

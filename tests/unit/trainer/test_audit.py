@@ -313,8 +313,17 @@ def test_tokens_are_scored_under_the_version_in_training_once_it_is_active(base:
     sampled = [logprob(int(made.versions[t]), row) for t, row in zip(again.at, rows, strict=True)]
     assert scores.sampled.tolist() == pytest.approx(sampled)
     assert scores.current.tolist() == pytest.approx([logprob(NOW, row) for row in rows])
+    assert NOW in made.versions[again.at]
+    assert not any(again.fresh), "those of the newest follow older ones"
     assert (scores.base is not None) == base
     assert scores.base is None or scores.base.tolist() == pytest.approx([logprob(-1, row) for row in rows])
+
+
+def test_answers_of_the_version_in_training_alone_are_fresh() -> None:
+    ref = replace(REF, version=NOW - ETA)
+    found = audit(choose(batch(1, "finish"), "math", 1), server(0.0), FP32[0], ref).rescored
+    assert found is not None
+    assert found.fresh == [True] * len(found.at)
 
 
 def test_without_a_server_of_the_version_in_training_the_comparison_stands() -> None:

@@ -335,16 +335,20 @@ def test_a_batch_is_scored_without_each_possible_cause_of_a_mismatch_every_sixte
         return learn(engine, adapter, ready, version=version, lr=0.5, **names).variants
 
     found = variants(batch)
-    assert (found.own is not None) == (found.whole is not None) == measures == (engine.asked == ["gsm8k"] * 2)
+    assert (found.own is not None) == (found.whole is not None) == measures == (engine.asked == ["gsm8k"] * 3)
+    assert (found.free is not None) == measures
+    routed = variants(replace(batch, kept=None))
+    assert routed.free is routed.own
+    assert (routed.own is not None) == measures == (engine.asked == ["gsm8k"])
     assert (found.flips, found.base) == (0.125 if measures else None, None)
     assert variants(made) == Variants(), "nothing is a possible cause, and the mismatch is 0"
     engine.base = batch.rollout_logprobs - 1.0
     differs = variants(replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask))
     assert (differs.base is engine.base) == measures == (engine.asked == [None])
     assert differs.served is None
-    quantised = variants(
-        replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask), "fp8_per_tensor"
-    )
+    little = replace(made, rollout_logprobs=made.rollout_logprobs + 1e-3 * made.loss_mask)
+    assert variants(little) == Variants(), "rounding explains it"
+    quantised = variants(little, "fp8_per_tensor")
     assert (quantised.served is not None) == measures == (engine.asked == [None, "fp8_per_tensor None"])
     assert variants(made, "fp8_per_tensor") == Variants(), "nor do quantised servers differ from the trainer"
     merged = variants(replace(made, rollout_logprobs=made.rollout_logprobs + 0.03 * made.loss_mask), "merged")

@@ -77,6 +77,19 @@ def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
         assert part(estimate("trainer.tp=1", "trainer.ep=8", how)["trainer rank"], "served layer") < found / 2
 
 
+@pytest.mark.parametrize("kind", ["fp8_per_channel", "fp8_per_tensor"])
+def test_a_rounded_base_takes_one_byte_of_each_linear_weight(kind: str) -> None:
+    whole, rounded = (
+        part(estimate(*how)["server replica"], "base weights")
+        for how in ((), (f"rollout.engine_args.quantization={kind}",))
+    )
+    linear = 48 * (128 * 3 * 2048 * 768 + 2 * 2048 * 128 * (32 + 4))  # experts and attention; the router is not rounded
+    assert whole - rounded == pytest.approx(linear / load_config([MOE], []).rollout.tp, abs=1)
+    assert rounded < 0.53 * whole
+    unknown = estimate("rollout.engine_args.quantization=mxfp8")["server replica"]
+    assert part(unknown, "base weights") == whole
+
+
 def test_an_adapter_has_sixteen_bytes_a_parameter_and_its_cast_two() -> None:
     rank = estimate("trainer.world_size=1", "trainer.tp=1", "trainer.ep=1")["trainer rank"]
     size = part(rank, "adapter weights and gradients") + part(rank, "optimizer moments")
