@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
-from areal_lora.algorithms.alignment import shifted_share
-from areal_lora.algorithms.mismatch import TrainerScores, chain, split
+from areal_lora.algorithms.mismatch import TrainerScores, chain, shifted_share, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.obs.warnings import GAP, KL
