@@ -148,7 +148,7 @@ class AdapterPhase(StrEnum):
 
     ``pending`` until its first version is published, ``active`` while it is trained, ``draining`` after its last step
     until its last evaluation and export. ``failed`` has a reason; only what all adapters share ends the run.
-    ``paused`` and ``deleted`` are those of a desired state (`run_folder.desired`).
+    ``paused`` and ``deleted`` are those of a desired state (`run_folder.paths`).
     """
 
     PENDING = "pending"

@@ -59,7 +59,7 @@ from rich.table import Table
 from areal_lora.data.collate import collate, contradiction
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Prompt
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.arena import ParallelLayout
 from areal_lora.engine.common.micro_batches import parts_of
 from areal_lora.network.rpc import Connection

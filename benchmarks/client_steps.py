@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from areal_lora.checkpoint.state import PARTS, Disk
-from areal_lora.service.observed import ObservedAdapter
-from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer

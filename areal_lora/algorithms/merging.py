@@ -2,6 +2,10 @@
 
 A stream of named tensors in, the same names out; no tensor of the base is changed. The sum is computed in float32,
 whatever the types of its parts, and cast last. The cast loses what is small beside the weight: `CastLoss` measures it.
+
+`fp8` rounds weights as servers hold them: the values that their products have, in fp32 and out of place. It is
+``float8_e4m3fn`` with scales as vLLM 0.32 quantises while it loads (``layers/quantization/online/fp8.py``): the largest
+magnitude of an output channel, or of a matrix, becomes 448. Matrices are [out, in] or stacked [n, out, in].
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from areal_lora.config.sections.run import Quantised
 from areal_lora.errors import UnknownTensorError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,3 +120,26 @@ def merged(
         yield name, (weight.float() + delta).to(target)
     if missing:
         raise UnknownTensorError(f"the base lacks {min(missing)} ({len(missing)} such): it is another model")
+
+
+_LARGEST = 448.0
+_LEAST_SCALE = 1.0 / (_LARGEST * 512)
+"""vLLM's, of a channel; of a matrix of zeros, too."""
+
+
+def magnitudes(weight: Tensor, kind: Quantised) -> Tensor:
+    """The largest |w| fp32 of each channel [..., out, 1], or matrix [..., 1, 1]."""
+    dims = (-1,) if kind == "fp8_per_channel" else (-2, -1)
+    low, high = weight.aminmax(dim=-1, keepdim=True)
+    return torch.maximum(low.neg(), high).amax(dims, keepdim=True).float()
+
+
+def fp8(weight: Tensor, largest: Tensor, kind: Quantised) -> Tensor:
+    """``weight`` rounded under scales of the ``largest`` magnitudes, fp32.
+
+    A channel is divided by its scale, a matrix multiplied by the inverse, as vLLM's kernels do: ties differ.
+    """
+    scale = largest / torch.full((), _LARGEST, device=largest.device)  # a true division on GPUs, too
+    scale = scale.clamp_min(_LEAST_SCALE if kind == "fp8_per_channel" else torch.finfo(torch.float32).tiny)
+    scaled = weight.float() / scale if kind == "fp8_per_channel" else weight.float() * scale.reciprocal()
+    return scaled.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float().mul_(scale)

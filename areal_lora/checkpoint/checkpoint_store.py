@@ -46,7 +46,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 
 if TYPE_CHECKING:  # the launcher reads checkpoints without torch
-    from areal_lora.distributed.exchange import Exchange
+    from areal_lora.distributed.store import Exchange
 
 NEWEST_FILE = "newest"
 BROKEN_PREFIX = "broken-"

@@ -16,11 +16,11 @@ from areal_lora.cli.find_run import Run, find_run, local_processes
 from areal_lora.config.recorded import read_config, read_config_here
 from areal_lora.errors import ConfigError, ExitCode, ProcessFailed
 from areal_lora.launcher import spares
-from areal_lora.launcher.rolling import RestartProgress, RestartRequest, read_record
 from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
+from areal_lora.launcher.watch import RestartProgress, RestartRequest, read_record
 from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S, REMIND_S = 0.1, 2.0

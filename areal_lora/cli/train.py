@@ -15,9 +15,8 @@ from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_r
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import moved_here, read_config
-from areal_lora.doctor.canary import canary_config
 from areal_lora.doctor.checks import Level
-from areal_lora.doctor.examine import examine
+from areal_lora.doctor.examine import canary_config, examine
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
 from areal_lora.launcher import sweep as sweeps

@@ -23,8 +23,7 @@ from pydantic import ValidationError
 from areal_lora.config.load import Source, to_config_errors
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder.desired import DesiredAdapter, read_desired
-from areal_lora.run_folder.paths import RunFolder, write_file
+from areal_lora.run_folder.paths import DesiredAdapter, RunFolder, read_desired, write_file
 from areal_lora.types import AdapterSpec
 
 

@@ -1,6 +1,18 @@
-"""Gather the facts of the machine or of the allocation, with a line of progress for each probe, and check them."""
+"""Gather the facts of the machine or of the allocation, with a line of progress for each probe, and check them.
 
+The canary (`fly`): one small adapter from a real trainer to a real server of the configured interpreters. The trainer's
+side is ``python -m areal_lora.doctor.examine --run-folder DIR``: a real engine with a perturbed
+adapter, the real publish path, and the truth check of every publish. It prints one JSON object with the differences;
+errors go to standard error, as in a run.
+
+The model is the shipped tiny one; devices, data types and interpreters are those of the configuration. If the server
+answers like the base, or unlike the trainer, the environment would train on answers of another policy.
+"""
+
+import argparse
 import contextlib
+import json
+import logging
 import os
 import shutil
 import sys
@@ -9,18 +21,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import probe_tolerance, read_config, write_config
+from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.doctor import probes
-from areal_lora.doctor.canary import fly
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
-from areal_lora.errors import ConfigError
+from areal_lora.doctor.probes import CanaryFacts, interpreters
+from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.families.sites import adapter_size
-from areal_lora.launcher.plan import make_plan
+from areal_lora.launcher.plan import MODULES, SERVER, TRAINER, ProcessSpec, make_plan
+from areal_lora.launcher.restarts import last_lines
 from areal_lora.launcher.slurm.job_query import hosts as expanded
+from areal_lora.launcher.supervise import Supervisor
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.startup import VISIBLE, collector_paused
+from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
+from areal_lora.run_folder.rendezvous import create_secret
 
 NODE_S, BANDWIDTH_S = 60.0, 90.0
 STATES_OF_A_CHECKPOINT = 3  # weights and two moments
@@ -130,3 +151,177 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
         return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=probes.BandwidthFacts)
     except FileNotFoundError:
         return probes.BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)
+
+
+TINY_MODEL = Path(__file__).resolve().parents[2] / "examples" / "math" / "tiny_model"
+MOST_S, STOP_S, POLL_S = 240.0, 4.0, 0.1
+RANK, NAME = 4, "canary"
+B_SCALE = 0.05
+SERVER_S = 120.0
+
+log = get_logger("areal_lora.doctor.examine")  # __name__ is __main__ in the trainer
+
+
+def canary_config(root: Path, like: Config | None = None) -> Config:
+    """One trainer rank and one server with the tiny model, with devices and interpreters ``like`` those of a run.
+
+    Without one they are on CPUs and in this interpreter.
+    """
+    cluster: dict[str, Any] = {"devices_per_node": 2, "bind": "127.0.0.1", "device": "cpu"}
+    if like is not None:
+        cluster |= {"device": like.cluster.device, "share_devices": like.cluster.share_devices}
+    values: dict[str, Any] = {
+        "run": {"name": NAME, "steps": 1, "root": str(root)},
+        "model": {"path": str(TINY_MODEL), "dtype": "float32" if cluster["device"] == "cpu" else "bfloat16"},
+        "adapters": [
+            {
+                "name": NAME,
+                "rank": RANK,
+                "alpha": 2 * RANK,
+                "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+                "task": {"kind": "word_problems"},
+                "algorithm": {"kind": "grpo"},
+                "optimizer": {"lr": 1e-3},
+                "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
+            }
+        ],
+        "trainer": {"world_size": 1, "python": like and like.trainer.python},
+        "rollout": {
+            "python": like and like.rollout.python,
+            "max_lora_rank": 8,
+            "max_model_len": 128,
+            "max_num_seqs": 16,
+            "kv_cache_gib": 0.1,
+            "engine_args": {"enforce_eager": True},
+        },
+        "weight_sync": {"timeout_s": 20.0},
+        "cluster": cluster,
+    }
+    return Config.model_validate(values)
+
+
+def fly(config: Config, root: Path) -> CanaryFacts:
+    """Run the canary in ``root``, a folder of its own on the file system of the run root."""
+    if not TINY_MODEL.is_dir():
+        return CanaryFacts(skipped=f"{TINY_MODEL} is not there; it belongs to a checkout of the repository")
+    folder = RunFolder(root / NAME, "")
+    folder.logs.mkdir(parents=True)
+    cluster, python = config.cluster, interpreters(config)
+    write_config(folder, canary_config(root, config))
+    create_secret(folder)
+    server = _process(folder, cluster, SERVER, python["rollout"], MODULES[SERVER], "--index", "0")
+    trainer = _process(folder, cluster, TRAINER, python["trainer"], "areal_lora.doctor.examine")
+    codes: dict[str, int] = {}
+    started, ready_s = time.monotonic(), 0.0
+    try:
+        with Supervisor(folder.logs, STOP_S) as supervisor:
+            supervisor.start([server, trainer])
+            while not codes and time.monotonic() - started < MOST_S:
+                if not ready_s and folder.endpoint(server.name).exists():
+                    ready_s = time.monotonic() - started
+                time.sleep(POLL_S)
+                codes = {ended.spec.name: ended.code for ended in supervisor.poll()}
+            total_s = time.monotonic() - started
+    except EnvironmentError_ as error:
+        return CanaryFacts(side="launcher", problem=str(error))
+    if trainer.name in codes or (ready_s and server.name not in codes):
+        if codes.get(trainer.name) != 0:
+            problem = _last_error(folder.log(trainer.name), codes.get(trainer.name))
+            return CanaryFacts(side="trainer", problem=problem, total_s=total_s)
+        result = next(line for line in reversed(last_lines(folder.log(trainer.name), 100)) if line.startswith("{"))
+        return CanaryFacts(ready_s=ready_s, total_s=total_s, **msgspec.json.decode(result))
+    problem = _last_error(folder.log(server.name), codes.get(server.name))
+    return CanaryFacts(side="rollout server", problem=problem)
+
+
+def _process(folder: RunFolder, cluster: ClusterConfig, role: str, python: str, module: str, *more: str) -> ProcessSpec:
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env[SESSION_VARIABLE] = ""  # of a job in which the doctor may run
+    if role == TRAINER:
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    if variable := VISIBLE.get(cluster.device):
+        devices = os.environ.get(variable, "0,1").split(",")
+        env[variable] = devices[0] if role == TRAINER or cluster.share_devices else devices[-1]
+    return ProcessSpec(role, 0, (python, "-m", module, "--run-folder", str(folder), *more), env)
+
+
+def _last_error(log: Path, code: int | None) -> str:
+    lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
+    errors = [line for line in lines if " ERROR " in line or "Error: " in line]
+    how = "it gave no answer in time" if code is None else f"it ended with code {code}"
+    return f"{how}; {(errors or lines or ['no output'])[-1][:600]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.doctor.examine", description="The trainer of the adapter canary.")
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    folder: RunFolder = parser.parse_args(argv).run_folder
+    setup_logging("trainer", 0)
+    try:
+        with collector_paused():
+            print(json.dumps(publish_perturbed(folder)), flush=True)
+    except ArealLoraError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    return ExitCode.DONE
+
+
+def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
+    """Publish an adapter whose every matrix is random; return how its log-probabilities compare."""
+    import torch
+
+    from areal_lora.data.prompts import load_tokenizer
+    from areal_lora.distributed.store import Exchange
+    from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
+    from areal_lora.trainer.adapter import build_adapter, probe_rows
+    from areal_lora.trainer.build import build_engine, build_publisher
+    from areal_lora.trainer.main import join_world
+    from areal_lora.trainer.versions.publishing import AdapterPublishing
+    from areal_lora.weight_sync.trainer.decisions import PublishReport
+    from areal_lora.weight_sync.trainer.leader import Leader
+    from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+
+    config = read_config(folder)
+    torch.set_num_threads(config.cluster.threads)
+    join_world(config, folder, 0, 1)
+    engine = build_engine(config)
+    chosen = config.adapters[0]
+    adapter = build_adapter(config, chosen, probe_rows(config, chosen, load_tokenizer(config.model.folder)))
+    engine.add_adapter(adapter.spec, chosen.optimizer, adapter.run.seed)
+    generator = torch.Generator().manual_seed(1)
+    tensors = dict(engine.export_adapter(adapter.name))
+    for name, tensor in tensors.items():
+        if name.endswith("lora_B.weight"):
+            tensors[name] = B_SCALE * torch.randn(tensor.shape, generator=generator)
+    engine.load_adapter(adapter.name, tensors)
+    scores = [engine.logprobs(adapter.probe, adapter=name) for name in (None, adapter.name)]
+    wait_endpoint(folder, "server", 0, SERVER_S)
+    watch = RendezvousWatch(folder, config.rollout.tp)
+    leader = Leader(
+        run=config.run.name,
+        secret=read_secret(folder),
+        servers=watch.present(),
+        config=config.weight_sync,
+        tolerance=probe_tolerance(config),
+    )
+    publisher = build_publisher(config, folder, engine, Exchange(timeout_s=SERVER_S), leader)
+    reports: list[PublishReport] = []
+    publishing = AdapterPublishing(
+        engine, publisher, config.rollout.adapter_mode, lambda report, _: reports.append(report)
+    )
+    publishing.publish(adapter, 0)
+    publishing.join(adapter.name)
+    publishing.close()
+    (report,) = reports
+    return {
+        "mean_abs": report.probe_mean_abs,
+        "max_abs": report.probe_max_abs,
+        "changed_by": float((scores[0] - scores[1]).abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)

@@ -30,7 +30,7 @@ from areal_lora.obs.console import LiveConsole, number, print_line
 from areal_lora.obs.metrics import records as r
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report.summary import read_summary
-from areal_lora.run_folder import desired as state
+from areal_lora.run_folder import paths as state
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.types import AdapterPhase
 

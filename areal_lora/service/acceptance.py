@@ -36,8 +36,7 @@ from areal_lora.config.sections.run import CODE_REWARD, ApiConfig
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, RequestError, Unavailable
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
-from areal_lora.run_folder.desired import DesiredAdapter
-from areal_lora.run_folder.paths import write_file
+from areal_lora.run_folder.paths import DesiredAdapter, write_file
 from areal_lora.service.http import fingerprint
 from areal_lora.service.queue.client_sessions import AdapterRequest, check_name
 from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, Verb, digest_of, new_key

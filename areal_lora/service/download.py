@@ -30,8 +30,7 @@ from areal_lora.checkpoint.recover import NEWEST, Version, pick_version, saved_v
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import alone, joined
 from areal_lora.errors import AdapterError, CheckpointError, ConfigError, RequestError
-from areal_lora.run_folder.desired import DesiredAdapter
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, RunFolder
 from areal_lora.service.http import Stream
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")

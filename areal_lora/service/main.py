@@ -41,9 +41,8 @@ from areal_lora.service import http
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
-from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
 from areal_lora.service.queue.client_sessions import unknown_adapter
-from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.placement import PAGE, ObservedAdapter, RunObserver, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, TENANT, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store

@@ -30,8 +30,7 @@ from statistics import fmean
 
 import torch
 
-from areal_lora.algorithms.alignment import after_change, is_shifted, shift_votes
-from areal_lora.algorithms.mismatch import ServerScores
+from areal_lora.algorithms.mismatch import ServerScores, after_change, is_shifted, shift_votes
 from areal_lora.errors import PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch

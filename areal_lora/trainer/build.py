@@ -17,7 +17,7 @@ from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import broadcast_backend
 from areal_lora.data.prompts import load_tokenizer, vocabulary
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.families.shape import read_shape
@@ -27,8 +27,7 @@ from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device, peak_flops
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.client import ControllerClient
-from areal_lora.run_folder.desired import DesiredWatch
-from areal_lora.run_folder.paths import RunFolder, raise_session
+from areal_lora.run_folder.paths import DesiredWatch, RunFolder, raise_session
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, beat_on, set_status
 from areal_lora.trainer.adapter import (

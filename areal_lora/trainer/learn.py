@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.advantages import token_credit
-from areal_lora.algorithms.alignment import after_change, is_shifted, shift_votes
 from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
+from areal_lora.algorithms.mismatch import after_change, is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import split_minibatches

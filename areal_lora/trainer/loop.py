@@ -21,7 +21,7 @@ from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.obs.trace import profiled
 from areal_lora.processes.watched import reached
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.collective.fault_isolation import contained, enter, leave

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from areal_lora.algorithms.advantages import explained_variance, sample_rewards
-from areal_lora.algorithms.alignment import shifted_share
-from areal_lora.algorithms.mismatch import TrainerScores, chain, split
+from areal_lora.algorithms.mismatch import TrainerScores, chain, shifted_share, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.obs.warnings import GAP, KL

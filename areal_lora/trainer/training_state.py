@@ -6,12 +6,11 @@ from functools import partial
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.config.models import Config
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.obs.trace import Spans
 from areal_lora.platforms.device import profiler_range
-from areal_lora.run_folder.desired import DesiredWatch
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredWatch, RunFolder
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.client_operations import Clients

@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 
 from areal_lora.data.packed_groups import PackedGroups
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ExitCode
 from areal_lora.operations.protocol import Operation, OperationFailure
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer.adapter import TokenRows
 
 

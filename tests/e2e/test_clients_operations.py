@@ -35,7 +35,7 @@ from areal_lora.operations.protocol import (
     StepResult,
     What,
 )
-from areal_lora.run_folder.desired import DesiredAdapter
+from areal_lora.run_folder.paths import DesiredAdapter
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret
 from tests.support.e2e.desired_run import Service, wanted
 from tests.support.e2e.several_adapters import Ended, entries, states_of

@@ -51,7 +51,7 @@ LINES = {
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
     "largest folder": 12,
-    "share of imports": 0.098,
+    "share of imports": 0.097,
     "classes over 15 methods": 3,
     "class names used twice": 0,
     "file names used twice": 5,

@@ -352,7 +352,7 @@ class ApiConfig(Section):
 
 
 class ServiceConfig(Section):
-    """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
+    """Adapters join and leave while the run works (`run_folder.paths`); it does not end without any."""
 
     target_modules: list[str] = Field(["all-linear"], min_length=1)
     """Modules that servers adapt beside those of the listed adapters; others cannot join."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.algorithms.quantisation import fp8, magnitudes
+from areal_lora.algorithms.merging import fp8, magnitudes
 from areal_lora.config.sections.run import ServedAs
 
 CHUNK = 64 * 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import LoadState, Publish
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode

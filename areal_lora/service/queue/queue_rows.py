@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
 TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")

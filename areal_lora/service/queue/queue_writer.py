@@ -26,8 +26,7 @@ from areal_lora.errors import RecordError, RequestError, Unavailable, internal_e
 from areal_lora.operations.protocol import DropState
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
-from areal_lora.run_folder.desired import read_desired, write_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_desired, write_desired
 from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
 from areal_lora.service.queue.queue_rows import AdapterRow, Verb
 from areal_lora.service.queue.queue_store import Store, Transaction

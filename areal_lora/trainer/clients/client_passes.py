@@ -19,7 +19,7 @@ from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Disk, files_of, read_manifest, read_tensors
 from areal_lora.config.models import Config
 from areal_lora.data.collate import HOST, groups_of_starts, scoring_batch, select
-from areal_lora.distributed.exchange import Exchange, first_problem
+from areal_lora.distributed.store import Exchange, first_problem
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import CheckpointError

@@ -25,13 +25,12 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import alone, joined
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.data.prompts import load_tokenizer
-from areal_lora.distributed.exchange import first_problem
+from areal_lora.distributed.store import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.obs.metrics.reader import state_records
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase, RunFolder
 from areal_lora.tasks.check import joining
 from areal_lora.trainer.adapter import (
     SERVED,

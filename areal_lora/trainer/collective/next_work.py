@@ -22,7 +22,7 @@ from areal_lora.algorithms.fair_queue import before
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate, contradiction
 from areal_lora.data.packed_groups import PackedGroups
-from areal_lora.distributed.exchange import first_problem
+from areal_lora.distributed.store import first_problem
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import DropState, Operation, OptimStep, Pass, Poison, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S

@@ -27,7 +27,7 @@ from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.adapter_memory import initial_tensor
 from areal_lora.errors import CheckpointError

@@ -28,7 +28,7 @@ import torch
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lora.distributed.exchange import INLINE_BYTES
+from areal_lora.distributed.store import INLINE_BYTES
 from tests.support.distributed.exchange_ranks import part, received
 from tests.support.distributed.spawn import run_ranks
 

@@ -24,7 +24,7 @@ import httpx
 import psutil
 import pytest
 
-from areal_lora.run_folder.desired import read_desired
+from areal_lora.run_folder.paths import read_desired
 from tests.support.clocks import wait_until
 from tests.support.service.hostile import BODY_KIB, PASS_KIB, Shot, typed
 from tests.support.sizes import size

@@ -11,8 +11,7 @@ import pytest
 
 from areal_lora.config.recorded import write_config
 from areal_lora.processes.watched import VARIABLE
-from areal_lora.run_folder.desired import read_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, read_endpoint
 from areal_lora.service.queue.queue_rows import LOCAL, Quota
 from areal_lora.service.queue.queue_store import Store

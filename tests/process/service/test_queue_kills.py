@@ -15,8 +15,7 @@ import pytest
 
 from areal_lora.operations.protocol import OptimStep
 from areal_lora.processes.watched import VARIABLE
-from areal_lora.run_folder.desired import read_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.forks.starter import starter_of
 from tests.support.operations.scripted_trainer import ScriptedTrainer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_lora.distributed.exchange import INLINE_BYTES, Exchange
+from areal_lora.distributed.store import INLINE_BYTES, Exchange
 
 
 def part(number: int) -> np.ndarray:

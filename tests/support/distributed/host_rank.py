@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from areal_lora.config.load import load_config
 from areal_lora.config.sections.run import own_place
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world

@@ -23,8 +23,7 @@ from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.config.sections.run import InFlight
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, RunFolder, write_desired
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, read_endpoint
 from tests.support.distributed.spawn import forking
 from tests.support.e2e import crash_child

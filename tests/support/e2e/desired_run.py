@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, write_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase, RunFolder, write_desired
 from tests.support.cli.command import forked_python
 from tests.support.e2e.metrics import records
 from tests.support.e2e.several_adapters import REPEATABLE, SEED, Ended, states_of

@@ -14,7 +14,7 @@ from areal_lora.checkpoint import recover  # noqa: F401
 from areal_lora.cli import adapters, app, evaluate, find_run, logs, status, stop  # noqa: F401
 from areal_lora.config import facts, load, models  # noqa: F401
 from areal_lora.config.rules import guardrails  # noqa: F401
-from areal_lora.doctor import canary, checks, probes  # noqa: F401
+from areal_lora.doctor import checks, examine, probes  # noqa: F401
 from areal_lora.launcher import plan, restarts, start, watch  # noqa: F401
 from areal_lora.launcher.slurm import job_steps, script  # noqa: F401
 from areal_lora.obs.report import page  # noqa: F401

@@ -29,8 +29,7 @@ from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.operations.link import TrainerEnd
-from areal_lora.run_folder.desired import DesiredAdapter
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import Adapter, ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.build import _commit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from areal_lora.errors import RequestError
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue.client_sessions import insert_model, open_session
 from areal_lora.service.queue.queue_rows import SCHEMA, AdapterRow, Quota, Tables
 from areal_lora.service.queue.queue_store import Transaction

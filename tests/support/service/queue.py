@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from areal_lora.operations.protocol import Datum, Loss, Operation, OperationFailure, OptimStep, Pass
-from areal_lora.run_folder.desired import read_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret
-from areal_lora.service.observed import ObservedAdapter
 from areal_lora.service.queue.client_sessions import AdapterRequest
-from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.queue_store import Store

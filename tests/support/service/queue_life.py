@@ -16,8 +16,7 @@ import msgspec
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.observed import ObservedAdapter
-from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_store import Store
 from areal_lora.service.queue.queue_writer import Writer

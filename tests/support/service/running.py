@@ -23,8 +23,7 @@ from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
 from areal_lora.service.acceptance import Acceptance, admit_operator
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.main import Api
-from areal_lora.service.observed import RunObserver
-from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.placement import RunObserver, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store

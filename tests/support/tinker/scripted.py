@@ -25,8 +25,7 @@ from areal_lora.config.recorded import write_config
 from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody, error_body
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.protocol import Operation, OperationFailure
-from areal_lora.run_folder.desired import DesiredPhase, read_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredPhase, RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import starter_of

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from areal_lora.algorithms.fair_queue import FairQueue
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.operations.protocol import LoadState, Outcome
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.run_folder.paths import RunFolder

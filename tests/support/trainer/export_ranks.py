@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.adapter_optimizer import copy_state
 from areal_lora.engine.common.arena import ParallelLayout, Range, ShardedModel

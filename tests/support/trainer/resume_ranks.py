@@ -26,7 +26,7 @@ from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.distributed.exchange import Exchange
+from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout

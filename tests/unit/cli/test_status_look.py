@@ -20,9 +20,8 @@ from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, write_desired
 from areal_lora.run_folder.events import EndEvent, RestartEvent, StartEvent, now_utc, write_event
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, RunFolder, write_desired
 from areal_lora.run_folder.status import beat, set_status
 from areal_lora.types import AdapterPhase
 from tests.support.obs.fake_run import make_run

@@ -12,8 +12,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import alone, joined, with_joined
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase, write_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase, RunFolder, write_desired
 from tests.support.paths import EXAMPLES
 
 SERVICE = ["service={}", "rollout.max_adapters=4"]

@@ -25,8 +25,7 @@ from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.records import Record, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
-from areal_lora.run_folder.desired import read_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.types import AdapterPhase
 from tests.support.launcher.command import configs
 from tests.support.obs.records import step_record

@@ -19,7 +19,7 @@ from safetensors.numpy import load
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.network.http_server import HttpServer, listening
-from areal_lora.run_folder.desired import read_desired, write_desired
+from areal_lora.run_folder.paths import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import http
 from areal_lora.service.queue import queue_writer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_lora.algorithms.alignment import after_change
+from areal_lora.algorithms.mismatch import after_change
 from areal_lora.data.collate import contradiction, scoring_batch
 from areal_lora.errors import PublishError
 from areal_lora.trainer import audit as auditing

@@ -15,7 +15,7 @@ from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import catch_up, collect_audit, join_checkpoint, next_work

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lora.errors import RequestError
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, carried_out, changed, create
 from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
 from areal_lora.types import AdapterPhase

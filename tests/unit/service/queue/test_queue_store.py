@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable
-from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, changed, create
 from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import Store

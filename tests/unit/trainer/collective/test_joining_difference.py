@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase
 from areal_lora.trainer.adapter import SERVED
 from areal_lora.trainer.collective.joining import Note, difference
 from areal_lora.trainer.work import AdapterChange, Join, SetPhase

@@ -16,8 +16,7 @@ from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.run_folder.desired import DesiredAdapter, DesiredAdapters, DesiredWatch, write_desired
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredWatch, RunFolder, write_desired
 from areal_lora.tasks.check import joining
 from areal_lora.trainer.collective.joining import recorded_as_final
 from areal_lora.types import AdapterPhase

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from areal_lora.algorithms.quantisation import fp8, magnitudes
+from areal_lora.algorithms.merging import fp8, magnitudes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder import desired as module
-from areal_lora.run_folder.desired import (
+from areal_lora.run_folder import paths as module
+from areal_lora.run_folder.paths import (
     DesiredAdapter,
     DesiredAdapters,
     DesiredPhase,
     DesiredWatch,
+    RunFolder,
     read_desired,
     write_desired,
 )
-from areal_lora.run_folder.paths import RunFolder
 
 KILLED = """
 import os, signal, sys
-from areal_lora.run_folder.desired import DesiredAdapters, DesiredAdapter, write_desired
+from areal_lora.run_folder.paths import DesiredAdapters, DesiredAdapter, write_desired
 from areal_lora.run_folder.paths import RunFolder
 real = getattr(os, sys.argv[2])
 def dies(*args): os.kill(os.getpid(), signal.SIGKILL)

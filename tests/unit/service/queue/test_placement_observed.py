@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, EvalRecord, PublishRecord, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.observed import PAGE, ObservedAdapter, RunObserver
+from areal_lora.service.queue.placement import PAGE, ObservedAdapter, RunObserver
 from areal_lora.types import AdapterPhase
 from tests.support.obs.records import step_record
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from areal_lora.algorithms.alignment import FEWEST, after_change, is_shifted, shift_votes
+from areal_lora.algorithms.mismatch import FEWEST, after_change, is_shifted, shift_votes
 
 SEEDS = range(40)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lora.distributed.exchange import _links
+from areal_lora.distributed.store import _links
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from areal_lora.config.load import load_config
 from areal_lora.launcher.plan import SERVER
-from areal_lora.launcher.rolling import (
+from areal_lora.launcher.watch import (
     BACK_S,
     RestartProgress,
     RestartRequest,
