@@ -1,13 +1,11 @@
 """Rules about memory: what the estimate of `config.sizing.memory` finds about devices and hosts, a quantised base."""
 
 from collections.abc import Iterator
-from typing import get_args
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
-from areal_lora.config.sections.run import Quantised
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
 from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices
@@ -63,25 +61,23 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("model.shared_memory", reason, fix)
 
 
+QUANTIZATION = "rollout.engine_args.quantization"
+
+
 def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
     """vLLM quantises this base, and the trainer knows how."""
-    kind, shape, at = (
-        config.rollout.engine_args.get("quantization"),
-        shape_of(facts),
-        "rollout.engine_args.quantization",
-    )
+    kind, shape = config.rollout.engine_args.get("quantization"), shape_of(facts)
     if kind is None or config.rollout.adapter_mode == "merged":
         return
     if config.model.dtype == "float32":
         yield Finding("model.dtype", f"vLLM quantises ({kind}) 16-bit types only", "set model.dtype=bfloat16")
     if config.cluster.device == "cpu" and (kind != "fp8_per_channel" or (shape and shape.experts)):
         reason = "vLLM's CPU build quantises only linear layers, with fp8_per_channel, and no experts"
-        yield Finding(at, reason, "leave it out, or use fp8_per_channel and a dense model")
+        yield Finding(QUANTIZATION, reason, "leave it out, or use fp8_per_channel and a dense model")
     elif config.rollout.quantised is None:
-        reason = (
-            f"the trainer cannot round as {kind}: the mismatch counts it as numerics, the plan as {config.model.dtype}"
-        )
-        yield warning(at, reason, f"use {' or '.join(get_args(Quantised))}, or set weight_sync.probe_tolerance")
+        reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch, and not in the plan"
+        fix = "use fp8_per_channel or fp8_per_tensor, or set weight_sync.probe_tolerance"
+        yield warning(QUANTIZATION, reason, fix)
 
 
 def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:

@@ -159,8 +159,7 @@ class RolloutConfig(Section):
     """KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves;
     `cluster.share_devices` requires it."""
     engine_args: dict[str, Any] = Field({})
-    """Further arguments of vLLM's engine, such as `{quantization: fp8_per_channel}`: the base alone, while
-    it is loaded."""
+    """Further arguments of vLLM's engine, such as `{quantization: fp8_per_channel}`: the base in fp8."""
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
     remote: RemoteConfig | None = None
     """If present, even as `{}`, servers elsewhere join with `areal-lora serve-remote`."""

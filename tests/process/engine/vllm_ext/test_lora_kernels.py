@@ -22,8 +22,9 @@ from tests.support.wheels import unpacked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-DENSE = {"dense float32", "dense bfloat16", "dense tp 2", "dense tp 4", "dense dependent launch"}
+DENSE = {"dense float32", "dense bfloat16", "dense tp 2", "dense tp 4", "dense dependent launch", "dense active"}
 EXPERTS = {
+    "experts active": "_fused_moe_lora_one_shot_kernel",
     "experts small batch": "_fused_moe_lora_small_batch_kernel",
     "experts sorted": "_fused_moe_lora_one_shot_kernel",
     "experts unsorted": "_fused_moe_lora_one_shot_kernel",

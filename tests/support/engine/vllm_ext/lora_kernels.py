@@ -391,6 +391,17 @@ def dependent_launch() -> Errors:
         return tiled(lambda: dense(1, "bfloat16", 24))
 
 
+def active(run: Callable[[], Errors]) -> Errors:
+    """With a grid of the adapters in the step, not of all slots."""
+    every = lora_layers.lora_config
+
+    def config(sizes: LayerSizes, dtype: torch.dtype) -> Any:
+        return SimpleNamespace(**(vars(every(sizes, dtype)) | {"specialize_active_lora": True}))
+
+    with patched(lora_layers, lora_config=config):
+        return run()
+
+
 def two_kernels(sizes: LayerSizes, n: int, *, tma: bool) -> Errors:
     """Above rank 128, on Hopper with tensor descriptors."""
     with patched(fused_moe_lora_op, supports_tma=lambda *_: tma):
@@ -403,6 +414,8 @@ CASES: Mapping[str, Callable[[], Errors]] = {
     "dense tp 2": lambda: tiled(lambda: dense(2, "bfloat16")),
     "dense tp 4": lambda: tiled(lambda: dense(4, "bfloat16")),
     "dense dependent launch": dependent_launch,
+    "dense active": lambda: active(lambda: tiled(lambda: dense(1, "bfloat16", 24))),
+    "experts active": lambda: active(lambda: experts(SMALL, "bfloat16", 40)),
     "experts small batch": lambda: experts(MANY_SLOTS, "float32", 8),
     "experts sorted": lambda: experts(SMALL, "float32", 40),
     "experts unsorted": lambda: experts(LARGE_RANK, "bfloat16", 8),
