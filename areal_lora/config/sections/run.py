@@ -339,7 +339,7 @@ CODE_REWARD = "code"
 class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
-    port: Port = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
+    port: Port = Field(0, description="Port of the HTTP API on loopback; 0: any.")
     data: Path | None = None
     """Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."""
     data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")

@@ -29,7 +29,7 @@ from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, has_tenants
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
 from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
-from areal_lora.engine.vllm_ext.server.guards import MAX_DATA_BODY_BYTES, BearerAuth, guarded
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded
 from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls
 from areal_lora.errors import PublishError
 from areal_lora.network.addresses import bracketed
@@ -46,6 +46,8 @@ from areal_lora.weight_sync.manifest import base_digest, shard_key_bytes
 ROLE, BYTES = "remote", "application/octet-stream"
 BASES = 2
 """Versions kept of each adapter: the newest, and that before it, which servers hold while they fetch the newest."""
+ANSWER_BYTES = 1 << 30
+"""Most of an answer: routes of a group of long ones are hundreds of megabytes."""
 LINGER_S = 30.0
 """Time in which the data plane of a server that has left hands requests back: then the controller knows it."""
 
@@ -81,7 +83,7 @@ class RemoteGateway:
         ]
         handlers: Any = {KeyError: _unknown, msgspec.MsgspecError: _malformed, PublishError: _not_sent}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        return BearerAuth(BodyLimit(app, MAX_DATA_BODY_BYTES), self._secret, Plane.REMOTE)
+        return BearerAuth(BodyLimit(app, ANSWER_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:
         """End the stay of servers that fetch no work any more."""

@@ -238,21 +238,19 @@ class RemoteSeat:
         self.over = True
         self._more.set()
 
-    async def forward(self, plane: Plane, method: str, path: str, body: bytes) -> RemoteAnswer:
-        """Have the remote server answer a request. A caller that is cancelled cancels it there."""
+    async def forward(
+        self, plane: Plane, method: str, path: str, body: bytes, numbered: Callable[[int], None] = lambda _: None
+    ) -> RemoteAnswer:
+        """Have the remote server answer a request. A caller that is cancelled cancels it there.
+
+        Its number is given as it is sent: the remote server counts on the order.
+        """
         if self.left.is_set():
             return RemoteAnswer(number=0, status=503, body=b"this server has left", leaving=True)
-        return await self._answer(self._request(plane, method, path, body))
-
-    def _request(self, plane: Plane, method: str, path: str, body: bytes) -> int:
-        """Send a request and return its number. The remote server counts on their order."""
-        number = next(self._numbers)
-        self._unanswered[number] = asyncio.get_running_loop().create_future()
+        numbered(number := next(self._numbers))
+        future: asyncio.Future[RemoteAnswer] = asyncio.get_running_loop().create_future()
+        self._unanswered[number] = future
         self._send(ForwardedRequest(number=number, plane=plane, method=method, path=path, body=body))
-        return number
-
-    async def _answer(self, number: int) -> RemoteAnswer:
-        future = self._unanswered[number]
         try:
             return await future
         finally:
@@ -320,9 +318,12 @@ class RemoteSeat:
             filled = self._in_thread(spool.fill, group.receive(parts, deadline), parts)
             bases = self._bases if layout.payload is Payload.UNMERGED else None  # merged weights take all memory once
             fills.append(_received(filled, spool, self._store, bases, announced.manifest.run, deadline))
-        number = self._request(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body)
-        self.spools = {(number, source): spool for source, spool in spools.items()}
-        answer = await settled(self._leave_groups, self._answer(number), fills)
+
+        def numbered(number: int) -> None:
+            self.spools = {(number, source): spool for source, spool in spools.items()}
+
+        forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, numbered)
+        answer = await settled(self._leave_groups, forwarded, fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
 
     def _in_thread(self, call: Any, *arguments: Any) -> asyncio.Future[Any]:

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from areal_lora.engine.vllm_ext.remote import remote_seat
-from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteSettings
+from areal_lora.engine.vllm_ext.remote.remote_seat import RemoteAnswer, RemoteSettings
 from areal_lora.engine.vllm_ext.remote.remote_server import GatewayClient, local_config, serve_remote
 from areal_lora.errors import ConfigError, ProcessFailed
 from areal_lora.network.tls import Plane, bearer_key
@@ -164,6 +164,17 @@ def test_a_line_that_breaks_in_the_middle_of_a_shard_costs_no_version(
     *starts, last = world.damage.starts
     assert (starts, 0 < last < 2000) == ([0, 0], True)
     assert equal(machine.memory, world.local, 2)
+
+
+def test_an_answer_may_be_longer_than_a_request(world: World, tmp_path: Path) -> None:
+    """16 answers of 8,000 tokens along 48 layers of 8 experts have 50 MB of routes, as base64 67."""
+    joined(world, tmp_path)
+
+    async def answer() -> None:
+        async with GatewayClient(world.url, world.token) as gateway:
+            await gateway.send("POST", "server-1/answer", RemoteAnswer(number=999, status=200, body=bytes(67 << 20)))
+
+    asyncio.run(answer())
 
 
 def test_requests_in_progress_hold_up_neither_pings_nor_versions(world: World, tmp_path: Path) -> None:
