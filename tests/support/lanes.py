@@ -20,6 +20,7 @@ TOGETHER = {
         "tests/e2e/test_sweep_run.py",
         "tests/e2e/test_clients_operations.py",
     ),
+    "environments": ("tests/e2e/test_environments_run.py", "tests/process/rollout/test_openenv.py"),
 }
 WHOLE_RUNS = (
     "tests/e2e",

@@ -21,7 +21,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.recorded import write_config
 from areal_lora.families.registry import known_config
-from areal_lora.launcher import run, watch
+from areal_lora.launcher import restarts, run, watch
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
@@ -46,7 +46,7 @@ def main() -> int:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_config(RunFolder(folder), config)
     dummy = replace(plan, run_folder=RunFolder(folder), processes=specs)
-    run.STOP_GRACE_S = float(sys.argv[2])
+    run.STOP_GRACE_S, restarts.BACK_OFF_S = float(sys.argv[2]), 0.1
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     if later := os.environ.get("AN_HOUR_LATER"):
         ahead = lambda: time.monotonic() + 3600.0 * Path(later).exists()  # noqa: E731

@@ -183,17 +183,17 @@ def test_causes_planted_in_a_mixture_have_their_parts(tmp_path: Path) -> None:
         return tokens, routes, torch.rand(tokens.numel(), generator=generator) < 0.05
 
     def parts(*active: str) -> Parts:
-        def of(**policy: bool) -> Tensor:
-            return torch.cat([scores(draw, **policy)[0] for draw in range(DRAWS)])
+        def of(part: int = 0, **policy: bool) -> Tensor:
+            chosen = dict.fromkeys(sorted(name for name, on in policy.items() if on), True)  # computed once
+            return torch.cat([scores(draw, **chosen)[part] for draw in range(DRAWS)])
 
         flips, truncated, spoiled, stale, lost, coarse = (cause in active for cause in PLANTED)
         server = {"quantised": coarse, "lost": lost}
         recorded = server | {"newer": not stale, "spoiled": spoiled}
-        masses = torch.cat([scores(draw, **recorded)[1] for draw in range(DRAWS)])
         return parts_of(
             ServerScores(
                 recorded=of(**recorded),
-                kept=of(**recorded) - masses * truncated,
+                kept=of(**recorded) - of(1, **recorded) * truncated,
                 sampled=of(**server, newer=not stale),
                 current=of(**server, newer=True),
                 base=of(quantised=coarse, bare=True),

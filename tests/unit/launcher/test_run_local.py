@@ -66,7 +66,7 @@ def test_a_tracker_that_fails_does_not_end_the_run_and_one_that_works_gets_time_
     code, output = run.end()
     assert code == 0, output
     assert "tracker-0 exited with code 69: areal_lora.errors.EnvironmentError_: MLflow: refused (fix: x); " in output
-    assert "it is restarted in 1 s (1 of 8)" in output
+    assert "it is restarted in 0.1 s (1 of 8)" in output
     assert run.log("tracker-1") == "sent\n"
     assert run.alive() == []
 
@@ -96,7 +96,7 @@ while n > 1:
     code, output = run.end()
     assert code == 0, output
     assert output.count("page: ") == 2
-    assert "page-0 exited with code 1; it is restarted in 1 s (1 of 8)" in output
+    assert "page-0 exited with code 1; it is restarted in 0.1 s (1 of 8)" in output
     assert run.alive() == []
 
 
@@ -253,7 +253,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
     run = begin(("server", 0, SERVES_ONCE.format(folder=folder)), ("trainer", 0, WAITS_FOR_TWO.format(folder=folder)))
     code, output = run.end()
     assert code == 0, output
-    assert "server-0 was killed by SIGKILL; it is restarted in 1 s (1 of 3)" in output
+    assert "server-0 was killed by SIGKILL; it is restarted in 0.1 s (1 of 3)" in output
     first, mark, second = run.log("server-0").splitlines()
     assert (first, second) == ("life 1", "life 2")
     assert mark.startswith("---- server-0 starts again, 20")
@@ -328,7 +328,7 @@ def test_the_controller_is_started_again_without_the_others(
     )
     code, output = run.end()
     assert code == 0, output
-    assert "controller-0 was killed by SIGKILL; it is restarted in 1 s (1 of 3)" in output
+    assert "controller-0 was killed by SIGKILL; it is restarted in 0.1 s (1 of 3)" in output
     assert [run.log(name).count("started") for name in ("server-0", "controller-0", "trainer-0")] == [1, 2, 1]
     assert run.log("controller-0").count("no old ports") == 2, "whoever reads them waits for the new ones"
     assert count_restarts(RunFolder(run.folder)) == {"controller-0": 1}
@@ -390,7 +390,7 @@ def test_all_trainer_ranks_end_with_one_and_start_together(
     )
     code, output = run.end()
     assert code == 0, output
-    line = f"trainer-{dead} was killed by SIGKILL; all trainer ranks are restarted in 1 s (1 of 3)"
+    line = f"trainer-{dead} was killed by SIGKILL; all trainer ranks are restarted in 0.1 s (1 of 3)"
     assert line in output
     assert output.count("restarted in") == 1, output
     assert [run.log(name).count("started") for name in ("server-0", "trainer-0", "trainer-1")] == [1, 2, 2]
@@ -418,7 +418,7 @@ def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:
     )
     code, output = run.end()
     assert code == 70, output
-    assert "trainer-0 exited with code 1; all trainer ranks are restarted in 1 s (1 of 1)" in output
+    assert "trainer-0 exited with code 1; all trainer ranks are restarted in 0.1 s (1 of 1)" in output
     assert "out of luck" in output
     assert run.alive() == []
 
@@ -441,7 +441,7 @@ def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
     [line] = [line for line in output.splitlines() if "stacks" in line]
     assert f"trainer-0 sent no heartbeat for 2 s; the stacks of all processes are in {file}; " in line
     assert "trainer-0: step 4" in line, "what each was waiting for"
-    assert "trainer-0 sent no heartbeat for 2 s; all trainer ranks are restarted in 1 s (1 of 3)" in output
+    assert "trainer-0 sent no heartbeat for 2 s; all trainer ranks are restarted in 0.1 s (1 of 3)" in output
     text = file.read_text()
     sections = {part.partition(":")[0]: part for part in text.split("==== ")[1:]}
     assert sections.keys() >= {"controller-0", "server-0", "trainer-0", "trainer-1"}
