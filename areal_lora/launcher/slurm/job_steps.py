@@ -70,7 +70,8 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
     def poll(self) -> list[ProcessExit]:
         over = [step for step in self._steps if step.srun.poll() is not None]
         self._steps = [step for step in self._steps if step not in over]
-        return self._ended(over)
+        until = time.monotonic() + RECORD_S  # of all: 500 servers that are killed leave no codes
+        return [ended for step in over for ended in self._ended(step, until)]
 
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         mine = [step for step in self._steps if any(spec in specs for spec in step.specs)]
@@ -78,7 +79,9 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         alive = {spec.name for step in mine if step.srun.poll() is None for spec in step.specs}
         self._kill([step for step in mine if step.srun.poll() is None])
         self._steps = [step for step in self._steps if step not in mine]
-        return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in self._ended(mine)]
+        until = time.monotonic() + RECORD_S
+        ended = [e for step in mine for e in self._ended(step, until)]
+        return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in ended]
 
     def clear(self, ended: Collection[ProcessExit]) -> None:
         """Slurm kills what the tasks of a step leave."""
@@ -152,12 +155,9 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
                 raise EnvironmentError_("srun is not on this node (fix: add Slurm's programs to PATH)") from None
         self._steps.append(_Step(name=name, specs=specs, folder=folder, srun=srun))
 
-    def _ended(self, steps: Sequence[_Step]) -> list[ProcessExit]:
-        until = time.monotonic() + RECORD_S  # of all: 500 servers that are killed leave no codes
-        return [ended for step in steps for ended in self._exits(step, _read_records(step, until))]
-
-    def _exits(self, step: _Step, records: TaskRecords) -> list[ProcessExit]:
+    def _ended(self, step: _Step, until: float) -> list[ProcessExit]:
         code = step.srun.poll()
+        records = _read_records(step, until)
         hosts = {spec.name: self._job.hosts[spec.node] for spec in step.specs}
         failed = any(records.codes.get(name) != ExitCode.DONE for name in hosts)
         return causes(
