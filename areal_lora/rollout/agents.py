@@ -86,7 +86,7 @@ class AgentWorkflow:
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
         for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
-            self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
+            await self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
         trajectories = tuple(
             trajectory
             for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True))
@@ -108,7 +108,7 @@ class AgentWorkflow:
                 detail = "the agent ended without a completion"
                 raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
         except GenerationFault as fault:
-            self._keep(session, prompt, i, None, str(fault))
+            await self._keep(session, prompt, i, None, str(fault))
             raise
         return session, reward
 
@@ -140,9 +140,10 @@ class AgentWorkflow:
                 running.cancel()
                 session.fault.cancel()
 
-    def _keep(self, session: Session, prompt: Prompt, sample: int, reward: float | None, detail: str) -> None:
-        if self.kept is not None and session.records:
-            self.kept.write(conversation_of(session, prompt.uid, sample, reward, detail))
+    async def _keep(self, session: Session, prompt: Prompt, sample: int, reward: float | None, detail: str) -> None:
+        """Of a session that has ended. In a thread: the loop waits for no network file system."""
+        if (kept := self.kept) is not None and session.records:
+            await asyncio.to_thread(lambda: kept.write(conversation_of(session, prompt.uid, sample, reward, detail)))
 
 
 HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound

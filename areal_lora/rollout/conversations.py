@@ -7,6 +7,7 @@ The model and an environment take turns, and the episode is one packed trajector
 """
 
 import asyncio
+import threading
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -27,6 +28,7 @@ from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
+_one_writer = threading.Lock()  # of the file: adapters and evaluations have a `ConversationFile` each
 log = get_logger(__name__)
 
 
@@ -74,7 +76,7 @@ def conversation_of(
 class ConversationFile:
     """Appends to a run's file, one JSON object per run of an agent. The oldest are dropped.
 
-    When the file has half of ``max_bytes``, it takes the place of the file before, and a new one starts.
+    When the file has half of ``max_bytes``, it takes the place of the file before, and a new one starts. Any thread.
     """
 
     folder: RunFolder
@@ -85,10 +87,11 @@ class ConversationFile:
         if len(line) > self.max_bytes // 2:
             return
         path = self.folder.conversations
-        if path.exists() and path.stat().st_size + len(line) > self.max_bytes // 2:
-            path.rename(self.folder.conversations_before)
-        with path.open("ab") as file:
-            file.write(line)
+        with _one_writer:
+            if path.exists() and path.stat().st_size + len(line) > self.max_bytes // 2:
+                path.rename(self.folder.conversations_before)
+            with path.open("ab") as file:
+                file.write(line)
 
 
 def read_conversations(folder: RunFolder) -> Iterator[ConversationRecord]:

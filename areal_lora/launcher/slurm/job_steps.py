@@ -70,7 +70,8 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
     def poll(self) -> list[ProcessExit]:
         over = [step for step in self._steps if step.srun.poll() is not None]
         self._steps = [step for step in self._steps if step not in over]
-        return [ended for step in over for ended in self._ended(step)]
+        until = time.monotonic() + RECORD_S  # of all: 500 servers that are killed leave no codes
+        return [ended for step in over for ended in self._ended(step, until)]
 
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         mine = [step for step in self._steps if any(spec in specs for spec in step.specs)]
@@ -78,7 +79,8 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         alive = {spec.name for step in mine if step.srun.poll() is None for spec in step.specs}
         self._kill([step for step in mine if step.srun.poll() is None])
         self._steps = [step for step in self._steps if step not in mine]
-        ended = [e for step in mine for e in self._ended(step)]
+        until = time.monotonic() + RECORD_S
+        ended = [e for step in mine for e in self._ended(step, until)]
         return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in ended]
 
     def clear(self, ended: Collection[ProcessExit]) -> None:
@@ -153,9 +155,9 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
                 raise EnvironmentError_("srun is not on this node (fix: add Slurm's programs to PATH)") from None
         self._steps.append(_Step(name=name, specs=specs, folder=folder, srun=srun))
 
-    def _ended(self, step: _Step) -> list[ProcessExit]:
+    def _ended(self, step: _Step, until: float) -> list[ProcessExit]:
         code = step.srun.poll()
-        records = _read_records(step)
+        records = _read_records(step, until)
         hosts = {spec.name: self._job.hosts[spec.node] for spec in step.specs}
         failed = any(records.codes.get(name) != ExitCode.DONE for name in hosts)
         return causes(
@@ -199,9 +201,8 @@ def _wait(steps: Sequence[_Step], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _read_records(step: _Step) -> TaskRecords:
-    """What the tasks have recorded; waits a moment for tasks that have not."""
-    deadline = time.monotonic() + RECORD_S
+def _read_records(step: _Step, until: float) -> TaskRecords:
+    """What the tasks have recorded; waits at most ``until`` then (time.monotonic) for tasks that have not."""
     while True:
         # A change of our own makes a network file system look at the folder again.
         mark = step.folder / ".look"
@@ -209,7 +210,7 @@ def _read_records(step: _Step) -> TaskRecords:
         mark.unlink()
         names = [path.name for path in step.folder.iterdir()]
         codes = {name: int(code) for name, _, code in (n.rpartition(".") for n in names) if name and code.isdecimal()}
-        if len(codes) >= len(step.specs) or time.monotonic() > deadline:
+        if len(codes) >= len(step.specs) or time.monotonic() > until:
             break
         time.sleep(0.2)
     first = None

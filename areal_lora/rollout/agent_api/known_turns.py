@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from areal_lora.data.prompts import Formatter
 from areal_lora.errors import ConfigError
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
@@ -24,12 +26,12 @@ from areal_lora.rollout.workflow import PackedTurns
 _ANSWER = "areal answer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KnownTurns:
+class KnownTurns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """``n`` turns up to an answer and with it: those of ``before``, then ``added``. Memory is for these only.
 
     Their tokens are the first ``end`` ones of ``conversation``, the last ``n_sampled`` of them the answer. ``written``
-    is length and digest of what the template wrote before the answer.
+    is length and digest of what the template wrote before the answer. No cycle can hold one, nor a turn: the garbage
+    collector, which stops the event loop, need not visit them.
     """
 
     before: "KnownTurns | None"

@@ -17,7 +17,7 @@ MAX_N = 128
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit, and our servers'
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A tool call of the model. ``arguments`` is JSON, if the model wrote JSON."""
 
     id: str
@@ -46,7 +46,7 @@ def _number(spelt: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message. ``call_id`` is that of the call that a tool's message answers."""
 
     role: str

@@ -55,7 +55,7 @@ class _HeldText:
         return ready
 
 
-class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """``conversation``, ``begin`` and ``end`` are the place of its sampled tokens."""
 
     turn: Turn
@@ -65,7 +65,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     end: int
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request. ``turns`` lacks the first ``known`` ones, which earlier requests and answers have; ``prompt`` is that
     of a plain completion.
     """

@@ -72,6 +72,7 @@ SHORT = {
     "rollout/controller/evaluation.py:Evaluator._set": "the figures of one set; they are awaited",
     "rollout/workflow.py:all_samples": "samples of one group in a TaskGroup that is awaited",
     "rollout/agents.py:AgentWorkflow._played": "one agent's run; it is awaited",
+    "rollout/agents.py:AgentWorkflow._keep": "one conversation that is written; it is awaited",
     "rollout/environment_workers.py:_Worker.ready": "one start; it is awaited, and the next sample starts again",
     "rollout/environment_child.py:serve": "samples, whose ends are answered; the input, whose end kills the process",
     "rollout/environment_kinds.py:called": "blocking code of one sample; it is awaited",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,38 @@ def test_the_newest_ones_are_kept_within_the_bound(tmp_path: Path) -> None:
     assert len(found) > 10
     kept.write(said("too long", "x" * bound))
     assert [int(c.uid) for c in read_conversations(folder)] == found
+
+
+def test_writers_in_several_threads_keep_the_bound_too(tmp_path: Path) -> None:
+    folder, bound = RunFolder(tmp_path), 1000
+
+    def write(writer: int) -> None:
+        for i in range(500):
+            ConversationFile(folder, bound).write(said(f"{writer}:{i}"))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= bound
+    assert list(read_conversations(folder))
+
+
+def test_the_loop_runs_on_while_a_conversation_is_written(tmp_path: Path) -> None:
+    answered = threading.Event()
+
+    class SlowDisk(ConversationFile):
+        def write(self, conversation: ConversationRecord) -> None:
+            loops[0].call_soon_threadsafe(answered.set)
+            assert answered.wait(60.0)
+
+    loops = list[asyncio.AbstractEventLoop]()
+
+    async def agent(task: AgentTask) -> float:
+        loops.append(asyncio.get_running_loop())
+        await asked(task, messages=MESSAGES)
+        return 1.0
+
+    episode(agent, saying(["hey"]), kept=SlowDisk(RunFolder(tmp_path)))
+    assert answered.is_set()
 
 
 def test_nothing_is_written_with_a_bound_of_zero(tmp_path: Path) -> None:

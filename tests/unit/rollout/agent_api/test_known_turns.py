@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from areal_lora.data.prompts import Formatter
+from areal_lora.rollout import agent_api
 from areal_lora.rollout.agents import AgentTask
 from tests.support.rollout.agent_endpoint import TOOL, ToolTokenizer, asked, episode, saying
 
@@ -43,3 +45,22 @@ def test_a_request_is_written_once_and_only_new_messages_are_tokenized(tools: li
     (trajectory,) = made.group.trajectories
     assert tokenizer.rendered == TURNS + len(tools), "once more for the first request with tools"
     assert tokenizer.encoded == trajectory.loss_mask.count(0)
+
+
+def test_the_collector_visits_no_more_objects_in_a_longer_conversation() -> None:
+    """It stops the event loop: 2,000 conversations of 100 turns took 0.6 s."""
+    visited = list[int]()
+
+    async def agent(task: AgentTask) -> float:
+        messages: list[Any] = []
+        for _ in range(TURNS):
+            messages.append({"role": "user", "content": "hi"})
+            _, body = await asked(task, messages=messages)
+            messages.append(body["choices"][0]["message"])
+            gc.collect()
+            ours = [each for each in gc.get_objects() if type(each).__module__.startswith(agent_api.__name__)]
+            visited.append(len(ours))
+        return 1.0
+
+    episode(agent, saying(["hey"] * TURNS), formatter=Formatter(tokenizer=ToolTokenizer()))
+    assert visited[-1] < visited[0] + TURNS
