@@ -3,9 +3,11 @@
     Listener, in an event loop    <-- ROUTER, one client key --   Connection, one thread: requests with their replies
     RpcServer, in its own thread                                  Subscription, in an event loop: messages both ways
 
-A request is ``[number (8 bytes), payload]``, and its reply repeats the number. Nothing reconnects below the caller: a
-connection whose other end is lost raises `ConnectionLost`, the caller makes another one, greets, and repeats what the
-other end may not have. Requests are therefore idempotent, and messages in order are numbered (`operations.link`).
+A request is ``[number (8 bytes), payload]``, and its reply repeats the number. A long reply is several messages, of
+which all but the last have another, empty frame: one part is encrypted while that before it is decrypted, and neither
+needs new memory. Nothing reconnects below the caller: a connection whose other end is lost raises `ConnectionLost`, the
+caller makes another one, greets, and repeats what the other end may not have. Requests are therefore idempotent, and
+messages in order are numbered (`operations.link`).
 """
 
 import asyncio
@@ -72,6 +74,7 @@ def connect_curve(socket: zmq.Socket[Any], secret: str, role: str, server_role: 
 LOOK_S = 0.25
 """How often a waiting client checks whether the other end has moved."""
 START_S = 60.0
+PART_BYTES = 1 << 18  # of a reply
 NEVER_MS = 3_600_000
 """To a reconnect, which the caller precedes; with none (-1) zmq drops unread replies where a connection ends."""
 
@@ -137,6 +140,13 @@ class Listener:
         socket.ipv6 = ":" in self._host
         socket.bind(f"tcp://{bracketed(self._host)}:*")
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    async def reply(self, client: bytes, number: bytes, payload: bytes) -> None:
+        """Answer request ``number`` of ``client``; lost if it is away."""
+        for at in range(0, len(payload) or 1, PART_BYTES):
+            more = [b""] if at + PART_BYTES < len(payload) else []
+            part = memoryview(payload)[at : at + PART_BYTES]
+            await self.socket.send_multipart([client, number, part, *more], copy=False)
 
     def watch_refusals(self) -> zmq.asyncio.Socket:
         """Readable once a client with another key was refused."""
@@ -254,13 +264,14 @@ class Connection(_Dealer):
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret: str, wire: Wire) -> None:
         super().__init__(context, host, port, secret, wire)
+        self._max_bytes = wire.max_reply_bytes
         self._numbers = itertools.count(1)
         self._ended = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def exchange(self, payload: bytes, timeout_s: float, moved: Callable[[], bool] = lambda: False) -> bytes:
+    def exchange(self, payload: bytes, timeout_s: float, moved: Callable[[], bool] = lambda: False) -> bytearray:
         """Send, and wait for the reply.
 
         Raises:
@@ -274,14 +285,18 @@ class Connection(_Dealer):
             while self._monitor.poll(1000):
                 self._note(self._monitor.recv_multipart())
             raise ConnectionLost(f"{self.address} closed the connection") from None
-        deadline = time.monotonic() + timeout_s
+        deadline, reply = time.monotonic() + timeout_s, bytearray()
         while (remaining_s := deadline - time.monotonic()) > 0:
             readable = dict(self._poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
             # A reply and the end of its connection may arrive between the looks at the socket and at the monitor.
             if self._socket in readable or (readable and self._socket.poll(0)):
-                answered, reply = self._socket.recv_multipart()
-                if answered == number:  # else: late answer to an abandoned request
-                    return bytes(reply)
+                answered, part, *more = self._socket.recv_multipart(copy=False)
+                if answered.bytes == number:  # else: late answer to an abandoned request
+                    reply += part.buffer
+                    if len(reply) > self._max_bytes:
+                        raise ConnectionLost(f"{self.address} sent a reply of more than {self._max_bytes} bytes")
+                    if not more:
+                        return reply
             elif self._monitor in readable:
                 self._note(self._monitor.recv_multipart())
             elif moved():

@@ -18,7 +18,7 @@ from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 13
+PROTOCOL = 14
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -310,7 +310,7 @@ class ControlSocket:
         except ArealLoraError as error:
             log.error("request refused: %s", error)
             reply = ErrorReply(reason=str(error))
-        await self._listener.socket.send_multipart([client, request_id, encode(reply)])
+        await self._listener.reply(client, request_id, encode(reply))
 
     def close(self) -> None:
         self._listener.close(linger_s=0.5)

@@ -96,6 +96,38 @@ def test_a_reply_that_arrives_with_the_end_of_the_connection_is_taken(context) -
     connection.close()
 
 
+def test_a_long_reply_arrives_whole_and_parts_of_an_abandoned_one_do_not_get_into_the_next(context) -> None:
+    long = bytes(range(256)) * 4096  # 1 MiB
+    wire = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=len(long))
+    asked, ports = threading.Event(), list[int]()
+
+    async def serve() -> None:
+        listener = Listener("127.0.0.1", SECRET, wire)
+        ports.append(listener.port)
+        asked.set()
+        client, late, _ = await listener.socket.recv_multipart()
+        _, number, _ = await listener.socket.recv_multipart()
+        await listener.reply(client, late, b"?" * len(long))
+        await listener.reply(client, number, long)
+        for payload in (b"", long + b"!"):
+            _, number, _ = await listener.socket.recv_multipart()
+            await listener.reply(client, number, payload)
+        listener.close(linger_s=120.0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert asked.wait(120)
+    connection = Connection(context, "127.0.0.1", ports[0], SECRET, wire)
+    with pytest.raises(ConnectionLost, match="did not answer"):
+        connection.exchange(b"one", 0.1)
+    assert connection.exchange(b"two", 120.0) == long
+    assert connection.exchange(b"three", 120.0) == b""
+    with pytest.raises(ConnectionLost, match=f"more than {len(long)} bytes"):
+        connection.exchange(b"four", 120.0)
+    connection.close()
+    thread.join(120)
+
+
 def test_a_server_that_ends_is_noticed_while_waiting_and_afterwards(echo, context) -> None:
     connection, idle = (Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE) for _ in range(2))
     assert idle.exchange(b"one", 120.0) == b"one"
