@@ -6,6 +6,7 @@ whatever the types of its parts, and cast last. The cast loses what is small bes
 `fp8` rounds weights as servers hold them: the values that their products have, in fp32 and out of place. It is
 ``float8_e4m3fn`` with scales as vLLM 0.32 quantises while it loads (``layers/quantization/online/fp8.py``): the largest
 magnitude of an output channel, or of a matrix, becomes 448. Matrices are [out, in] or stacked [n, out, in].
+vLLM rounds the inputs of these products, too: not repeated, since any rounding before it decides its ties otherwise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

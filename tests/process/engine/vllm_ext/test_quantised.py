@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from areal_lora.algorithms.quantisation import fp8, magnitudes
+from areal_lora.algorithms.merging import fp8, magnitudes
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,
     PROJECTIONS,
