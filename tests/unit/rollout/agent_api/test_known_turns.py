@@ -58,7 +58,7 @@ def test_the_collector_visits_no_more_objects_in_a_longer_conversation() -> None
             _, body = await asked(task, messages=messages)
             messages.append(body["choices"][0]["message"])
             gc.collect()
-            ours = [each for each in gc.get_objects() if type(each).__module__.startswith(agent_api.__name__)]
+            ours = [each for each in gc.get_objects() if str(type(each).__module__).startswith(agent_api.__name__)]
             visited.append(len(ours))
         return 1.0
 
