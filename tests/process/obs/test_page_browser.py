@@ -322,6 +322,8 @@ def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
             writer.write(step_record(step=4, version=4, time_s=9.0, adapter=ADAPTER, reward_mean=0.123))
         visit.wait("[...drawn.values()][0].plot.data[1].includes(0.123)")
         visit.wait("document.body.innerText.includes('5/40')")
+        values = visit.page.locator(".u-legend").first.locator(".u-value").all_inner_texts()
+        assert values[:2] == ["4", "0.123"], "the last step's, without a cursor"
         print(f"shown {time.monotonic() - began:.2f} s after the step")
         assert visit.page.evaluate("document.querySelector('details').open")
         keep(folder, [step_rollouts(7, adapter=ADAPTER), step_rollouts(14, adapter=ADAPTER)])

@@ -93,8 +93,9 @@ function options(entry, series) {
     low == null || (!low && !high) ? [0, 1] : uPlot.rangeNum(Math.min(low, 0), Math.max(high, 0), 0.05, true);
   const decades = (u, splits) => splits.map((v) => Math.abs(Math.log10(v) % 1) < 1e-9 ? v : null);
   const vertical = log ? { ...axis, grid: { ...axis.grid, filter: decades }, filter: decades } : axis;
+  const value = (u, v, of, at) => short(at == null ? u.data[of].findLast((y) => y != null) : v); // without a cursor the last
   return {
-    width: Math.max(240, host.clientWidth), height: 240, series: series.map((s) => ({ ...s, value: (u, v) => short(v) })),
+    width: Math.max(240, host.clientWidth), height: 240, series: series.map((s) => ({ ...s, value })),
     cursor: { sync: { key: axisOf(chart) }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : { range } },
     axes: [{ ...axis, values, label: axisOf(chart), labelSize: 20, size: 34 }, { ...vertical, values, size: 56 }],
