@@ -127,6 +127,15 @@ def read_shape(folder: Path) -> ModelShape:
     return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder))
 
 
+def longrope_context(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence for which a model with LongRoPE has its short factors; None for another model."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    original: int | None = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    return original
+
+
 def base_bytes(shape: ModelShape, dtype: str) -> int:
     return shape.parameters * DTYPE_BYTES[dtype]
 
