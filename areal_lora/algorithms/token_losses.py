@@ -1,7 +1,8 @@
 """Losses of clients: plain sums over targets, each times its weight, without any denominator.
 
 Of a target, l is the log-probability by the policy in training, q that by the policy that sampled it, A its advantage,
-w its weight and r = exp(l - q). What a function here returns, [t], is maximised; the loss is ``- sum w * value``.
+w its weight and r = exp(l - q), which `ratio_of` keeps finite. What a function here returns, [t], is maximised; the
+loss is ``- sum w * value``.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,18 +58,18 @@ def cross_entropy(bounds: Bounds, t: Targets) -> Tensor:
 
 def importance_sampling(bounds: Bounds, t: Targets) -> Tensor:
     """``r A``: the policy gradient with the ratio as its weight; at q = l its gradient is ``A grad l``."""
-    return torch.exp(t.logprobs - t.sampled) * t.advantages
+    return ratio_of(t.logprobs - t.sampled) * t.advantages
 
 
 def ppo(bounds: Bounds, t: Targets) -> Tensor:
     """``min(r A, clip(r, low, high) A)``: PPO (Schulman et al., arXiv 1707.06347), equation 7."""
-    ratio = torch.exp(t.logprobs - t.sampled)
+    ratio = ratio_of(t.logprobs - t.sampled)
     return torch.minimum(ratio * t.advantages, ratio.clamp(bounds.low, bounds.high) * t.advantages)
 
 
 def cispo(bounds: Bounds, t: Targets) -> Tensor:
     """``stop_gradient(clip(r, low, high)) A l``: CISPO (MiniMax-M1, arXiv 2506.13585), equations 4 and 5."""
-    ratio = torch.exp(t.logprobs.detach() - t.sampled)
+    ratio = ratio_of(t.logprobs.detach() - t.sampled)
     return ratio.clamp(bounds.low, bounds.high) * t.advantages * t.logprobs
 
 

@@ -8,7 +8,7 @@
         .v000014.4f1c9a2b/      in progress, or a crash leftover: removed at the next start
         broken-v000013/         damaged; a start set it aside and used an older checkpoint
 
-A checkpoint gets its name only when all its files are durable. It is never changed afterwards.
+A checkpoint gets its name only when all its files are durable. It is never changed after its step is committed.
 
 A ``Saver`` per trainer rank writes them in the background of training::
 
@@ -178,7 +178,7 @@ class CheckpointStore:
             self._disk.write(scratch / saved.MANIFEST_FILE, [saved.encode_manifest(manifest)])
             self._disk.fsync_folder(scratch)
             reached("trainer.checkpoint.manifest_written")
-            self._name(scratch, to, replace=bool(label))
+            self._name(scratch, to)
             reached("trainer.checkpoint.renamed")
             if not label:
                 newest = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
@@ -189,9 +189,12 @@ class CheckpointStore:
             raise
         return ""
 
-    def _name(self, scratch: Path, to: Path, *, replace: bool) -> None:
-        """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash."""
-        aside = scratch.with_name(f".{to.name}.{secrets.token_hex(4)}") if replace and to.is_dir() else None
+    def _name(self, scratch: Path, to: Path) -> None:
+        """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash.
+
+        A checkpoint has the name if it was written before, and what followed its renaming failed.
+        """
+        aside = scratch.with_name(f".{to.name}.{secrets.token_hex(4)}") if to.is_dir() else None
         if aside is not None:
             self._disk.rename(to, aside)
         try:

@@ -286,7 +286,7 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
     Only what a spec declares is compared.
     """
     before, want = (
-        {key: sorted(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
+        asdict(spec) | {"target_modules": sorted(spec.target_modules)}  # of patterns the first one counts
         for spec in (trained, now.spec(trained.base_model))
     )
     for key, why in ADAPTER.items():

@@ -214,11 +214,16 @@ def known_config(hub_name: str) -> dict[str, Any] | None:
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def rope_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The type of a config.json's rotary positions, and their numbers. Older files call ``rope_type`` ``type``."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default", rope
+
+
 def unsupported(config: Mapping[str, Any]) -> list[str]:
     """List what the config.json of a supported family requires and the Megatron engine does not compute."""
     family = family_of(str(config["model_type"]))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind, rope = rope_of(config)
     numbers = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
     sliding = config.get("sliding_window") and config.get("use_sliding_window", family.sliding_window)
     problems = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.families.family import Experts, Family
-from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, supported
+from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, rope_of, supported
 from areal_lora.types import RouteShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -125,6 +125,15 @@ def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model in ``folder``. Raises like `ModelShape.from_hf` and `read_hf_config`."""
     config = read_hf_config(folder)
     return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder))
+
+
+def longrope_context(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence for which a model with LongRoPE has its short factors; None for another model."""
+    kind, rope = rope_of(config)
+    if kind != "longrope":
+        return None
+    original: int | None = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    return original
 
 
 def base_bytes(shape: ModelShape, dtype: str) -> int:

@@ -147,13 +147,13 @@ PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
     """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers.
 
-    Without a task, any tokens.
+    Without a task, any tokens; and in place of a problem of less than two tokens, whose text others write.
     """
     tokens = min(PROBE_TOKENS, config.rollout.max_model_len - 1)
-    if adapter.is_client:
-        vocabulary = read_shape(Path(config.model.folder)).vocab
-        choose = random.Random(0)
-        return [[choose.randrange(vocabulary) for _ in range(tokens)] for _ in range(PROBE_SEQUENCES)]
-    # Without the chat template: sequences that start with one system prompt would test the same tokens.
-    samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
-    return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[:tokens] for s in samples]
+    vocabulary, choose = read_shape(Path(config.model.folder)).vocab, random.Random(0)
+    rows: TokenRows = [[]] * PROBE_SEQUENCES
+    if not adapter.is_client:
+        # Without the chat template: sequences that start with one system prompt would test the same tokens.
+        samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
+        rows = [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[:tokens] for s in samples]
+    return [row if len(row) > 1 else [choose.randrange(vocabulary) for _ in range(tokens)] for row in rows]

@@ -18,6 +18,7 @@ from areal_lora.engine.common.arena import ShardedModel, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
+from areal_lora.families.registry import rope_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import Piece, SiteKey
 
@@ -152,7 +153,7 @@ def architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and choices for Bridge's GPTModelProvider. `variants.unsupported` has refused what they do not cover."""
     shape = ModelShape.from_hf(hf)
     attention, experts = shape.family.attention, shape.family.experts
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind, rope = rope_of(hf)
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -173,7 +174,7 @@ def architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
         # `attention.PackedAttention` rotates queries and keys: positions restart in every sequence.
         "position_embedding_type": "none",
         "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        "rope_scaling": rope.get("rope_type") == "llama3",
+        "rope_scaling": kind == "llama3",
         "rope_scaling_factor": rope.get("factor") or 1.0,
     }
     if experts is not None:

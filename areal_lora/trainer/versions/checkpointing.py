@@ -119,7 +119,7 @@ def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
 
 
-LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
+LAYOUT = ("world_size", "tp", "cp", "pp", "ep", "etp")
 """The parallel layout, by keys of the section ``trainer``."""
 
 

@@ -108,6 +108,25 @@ def test_a_target_without_weight_does_not_count_whatever_it_is(loss: Loss) -> No
     assert logp.grad[1] == 0
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("loss", Loss)
+def test_a_target_that_the_sampler_gave_no_chance_spoils_no_other(loss: Loss, advantage: float) -> None:
+    """exp(l - q) is infinite in fp32 from 89 on, and the gradient of a bounded infinity is not a number."""
+    logp = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    targets = Targets(
+        logprobs=logp,
+        sampled=torch.tensor([-1.5, -9999.0, -2.5]),
+        advantages=torch.tensor([1.0, advantage, 1.0]),
+        weights=torch.ones(3),
+        cu_seqlens=torch.tensor([0, 1, 2, 3]),
+    )
+    found = token_loss(loss, bounds_of(loss, LossSettings()), targets)
+    found.backward()
+    assert math.isfinite(found.item())
+    assert logp.grad is not None
+    assert logp.grad.isfinite().all()
+
+
 def test_defaults() -> None:
     assert bounds_of(Loss.PPO, LossSettings()) == Bounds(low=0.8, high=1.2)
     assert bounds_of(Loss.CISPO, LossSettings(clip_high=3.0)) == Bounds(low=0.0, high=3.0)

@@ -118,6 +118,20 @@ def test_every_operation_fails_once(tmp_path: Path, rank: int, code: int) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_version_whose_write_failed_is_written_again(tmp_path: Path, rank: int) -> None:
+    """Whatever failed, after its folder had its name, too: the last version of a run has no later one."""
+    for n in range(1, operations(rank, tmp_path / "count") + 1):
+        folder = tmp_path / f"fails-{n}"
+        folder.mkdir()
+        made = stores(folder, [FaultyDisk(n if r == rank else 0, errno.ENOSPC) for r in range(2)])
+        for version in (0, 1):
+            if write(made, version)[0] is not None:
+                assert write(made, version) == [None, None], n
+            assert read_back(folder) == (version, f"ledger {version}".encode())
+        assert find(RunFolder(folder), SPEC.name).broken == ()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_every_write_is_torn_once_and_the_checkpoint_before_is_used(tmp_path: Path, rank: int) -> None:
     torn = 0
     for n in range(1, operations(rank, tmp_path / "count") + 1):

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import changes, conflict
+from areal_lora.config.recorded import adapter_conflict, changes, conflict
 from tests.support.paths import EXAMPLES
 
 
@@ -104,3 +104,15 @@ def test_the_order_of_modules_and_adapters_is_nothing() -> None:
     adapter["target_modules"] = ["linear_fc2", "linear_fc1"]
     data["adapters"] = data["adapters"][::-1]
     assert conflict(before, Config.model_validate(data)) is None
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_the_order_of_patterns_is_kept(key: str) -> None:
+    """The first one that matches counts: in another order q has the number of all, and its product another scale."""
+    patterns = ("{'(q|k|v)_proj': 2, '.*': 8}", "{'.*': 8, '(q|k|v)_proj': 2}")
+    before, now = (config(f"adapters.gsm8k.{key}={each}").adapters[0] for each in patterns)
+    trained = before.spec("base")
+    assert adapter_conflict(trained, before, 0, "v000003") is None
+    error = adapter_conflict(trained, now, 0, "v000003")
+    assert error is not None
+    assert (error.path, "v000003 was trained" in error.reason) == (f"adapters.0.{key}", True)

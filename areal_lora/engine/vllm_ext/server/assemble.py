@@ -33,7 +33,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
-from areal_lora.families.shape import read_hf_config, read_shape
+from areal_lora.families.shape import longrope_context, read_hf_config, read_shape
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import MOST_KEPT, ExpertLayout
@@ -72,12 +72,9 @@ def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
     """vLLM's context of tokens for a run's ``longest`` sequence: room for `SAMPLED` more.
 
     Not where that would be above the original context of a model with LongRoPE: vLLM then takes the long factors at
-    every position, and the trainer those of the sequence's length.
+    every position, and the trainer the short ones.
     """
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    original = rope.get("original_max_position_embeddings", hf_config.get("original_max_position_embeddings"))
-    is_long = rope.get("rope_type", rope.get("type")) == "longrope"
-    return longest if is_long and longest == original else longest + SAMPLED
+    return longest if longest == longrope_context(hf_config) else longest + SAMPLED
 
 
 def engine_args(config: Config) -> AsyncEngineArgs:

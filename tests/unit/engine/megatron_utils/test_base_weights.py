@@ -16,7 +16,8 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.megatron_utils import base_weights
 from areal_lora.errors import UnknownTensorError
-from areal_lora.families.shape import read_shape
+from areal_lora.families.registry import PUBLISHED, unsupported
+from areal_lora.families.shape import longrope_context, read_shape
 from tests.support.families.tiny_families import save
 
 DENSE, EXPERTS = "dense replicas", "replicas of experts"
@@ -93,3 +94,14 @@ def test_every_rank_finds_out_what_the_folder_lacks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ModelFolder, "_slice", lambda *_: (_ for _ in ()).throw(UnknownTensorError("no such tensor")))
     with pytest.raises(UnknownTensorError, match="no such tensor"):
         rank.load(monkeypatch)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_positions_are_scaled_as_the_file_states(key: str) -> None:
+    """Older files call it ``type``, as transformers still reads it."""
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    hf = {**PUBLISHED["meta-llama/Llama-3.1-8B"], "rms_norm_eps": 1e-5, "rope_scaling": {key: "llama3", **rope}}
+    assert not unsupported(hf)
+    made = base_weights.architecture(hf)
+    assert (made["rope_scaling"], made["rope_scaling_factor"]) == (True, 8.0)
+    assert longrope_context(hf) is None
