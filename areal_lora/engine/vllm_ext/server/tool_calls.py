@@ -21,8 +21,10 @@ from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.processes.loading import load_import_path
+from areal_lora.processes.log import get_logger
 
 PATH = "/v1/tool_calls"
+log = get_logger(__name__)
 
 
 class ToolCallParsers:
@@ -44,8 +46,11 @@ class ToolCallParsers:
         return [self._parsed(self._classes[body.parser], text, request) for text in body.texts]
 
     def _parsed(self, parser: type[ToolParser], text: str, request: ChatCompletionRequest) -> ParsedText:
-        # A parser keeps what it has seen of one answer.
-        found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        try:  # a parser keeps what it has seen of one answer
+            found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception:  # fault boundary: parsers raise many types about text that is no call
+            log.warning("the tool parser %s fails: its text stays text", parser.__name__, exc_info=True)
+            return ParsedText(content=text)
         if not found.tools_called:
             return ParsedText(content=text)
         read = (call.function for call in found.tool_calls)

@@ -38,6 +38,14 @@ def test_a_parser_of_the_users_own_reads_an_answer() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["<|action_start|><|plugin|>1", "<|action_start|><|plugin|>{"])
+def test_a_text_in_which_a_parser_fails_has_no_calls(text: str) -> None:
+    """vLLM's own raises a TypeError, and json's error, for what is no call."""
+    parsers = tool_calls.ToolCallParsers(None, ["internlm"])
+    found = parsers.parse(ToolCallsBody(parser="internlm", tools=TOOLS, texts=[text, "x"]))
+    assert found == [ParsedText(content=text), ParsedText(content="x")]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
