@@ -421,6 +421,33 @@ def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_pat
     play(tmp_path, scene)
 
 
+def test_a_stream_passes_on_an_event_of_any_length(tmp_path: Path) -> None:
+    """A client that reads slowly gets many tokens at once, each with twenty log-probabilities."""
+
+    async def scene(it: Running) -> None:
+        await it.call("acme", "POST", "/v1/adapters", json=section())
+        text = "\u00e9" * 300_000
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            event = msgspec.json.encode({"model": "acme-sums.1@v3", "text": text})
+            head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode() + b"data: " + event + b"\n\ndata: [DONE]\n\n")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        publish_endpoint(it.folder, "server", 0, {"data": server.sockets[0].getsockname()[1]})
+        body = {"model": "sums", "prompt": "1 + 1 =", "stream": True}
+        stream = await it.call("acme", "POST", "/v1/completions", json=body)
+        first, done, end = stream.text.split("\n\n")
+        assert msgspec.json.decode(first.removeprefix("data: ")) == {"model": "sums@v3", "text": text}
+        assert (done, end) == ("data: [DONE]", "")
+        server.close()
+
+    play(tmp_path, scene)
+
+
 def test_a_client_that_disconnects_ends_its_request_at_the_server(tmp_path: Path) -> None:
     async def scene(it: Running) -> None:
         await it.call("acme", "POST", "/v1/adapters", json=section())
