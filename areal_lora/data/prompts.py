@@ -262,7 +262,7 @@ class PromptStream:
         try:
             return self._formatter.prompt(sample, uid, position)
         except ConfigError as error:  # one row must not end a run that has trained for days
-            log.warning("%s is left out: %s", uid, error)
+            log.warning("%s is omitted: %s", uid, error)
             self._refused[:] = [error]
             return Prompt(uid=uid, position=position, sample=sample, text="", token_ids=[])
 

@@ -307,11 +307,15 @@ class FolderInbox:
         except Unavailable as unavailable:
             log.warning("%s is read again later: %s", path, unavailable)
             return
-        except Exception as refused:  # fault boundary: one file
+        except (
+            RequestError,
+            ConfigError,
+            UnicodeError,
+            TypeError,
+            RecursionError,
+        ) as refused:  # also what no JSON holds
             self._refused[path.name] = mark
-            log.warning(
-                "%s is refused: %s", path, refused, exc_info=not isinstance(refused, RequestError | ConfigError)
-            )
+            log.warning("%s is refused: %s", path, refused)
             write_file(error, f"{refused}\n")
             return
         reached("service.inbox_taken")

@@ -25,6 +25,8 @@ from areal_lora.processes.log import get_logger
 
 PATH = "/v1/tool_calls"
 KEY = "adapters.workflow.tool_parser"
+FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What parsers raise about text that is no call."""
 log = get_logger(__name__)
 
 
@@ -60,7 +62,7 @@ class ToolCallParsers:
     def _parsed(self, parser: type[ToolParser], text: str, request: ChatCompletionRequest) -> ParsedText:
         try:  # a parser keeps what it has seen of one answer
             found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
-        except Exception as error:  # fault boundary: parsers raise many types about text that is no call
+        except FAULTS as error:
             if (kind := (parser, type(error))) not in self._reported:
                 self._reported.add(kind)
                 log.warning("the tool parser %s fails: its text stays text", parser.__name__, exc_info=True)
