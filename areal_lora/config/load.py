@@ -70,7 +70,7 @@ def read_source(path: Path) -> Source:
     try:
         data = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of a day that is none
         # The parser's problem with its line, without its copy of the text.
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark is not None else str(path)

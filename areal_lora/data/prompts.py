@@ -23,7 +23,10 @@ import numpy as np
 
 from areal_lora.config.sections.task import PromptFormat
 from areal_lora.errors import ConfigError
+from areal_lora.processes.log import get_logger
 from areal_lora.types import Sample
+
+log = get_logger(__name__)
 
 
 class TextTokenizer(Protocol):
@@ -204,8 +207,8 @@ class PromptStream:
 
     A prompt is tokenized each time it is located: token ids of a large data set would fill gigabytes, and
     tokenizing it as a whole would hold up the start for minutes. ``max_prompt_tokens`` leaves room for the
-    answer; prompts beyond it are still located, and :meth:`refusal` states why they cannot be sampled. Streams
-    with the same ``digest`` put the same sample at the same position.
+    answer; prompts beyond it, and those that the chat template refuses, are still located, and :meth:`refusal` states
+    why they cannot be sampled. Streams with the same ``digest`` put the same sample at the same position.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class PromptStream:
         order: Order | None = None,
     ) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
-        self._samples, self._formatter = samples, formatter
+        self._samples, self._formatter, self._refused = samples, formatter, list[ConfigError]()
         self._seed, self._max_prompt_tokens, self.order = seed, max_prompt_tokens, order
         digest, blank = blake2b(str(seed).encode(), digest_size=16), list[Sample]()
 
@@ -238,7 +241,7 @@ class PromptStream:
         for members in [range(len(samples))] if order is None else order.sets:
             shuffled = (members[permute(i, len(members), seed=seed, epoch=0)] for i in range(len(members)))
             if not any(self.refusal(self._prompt(0, 0, index)) is None for index in shuffled):
-                raise ConfigError(
+                raise next(iter(self._refused), None) or ConfigError(
                     "rollout.max_model_len",
                     f"all {len(members)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
                     "raise it, or lower sampling.max_new_tokens",
@@ -255,12 +258,18 @@ class PromptStream:
 
     def _prompt(self, position: int, epoch: int, index: int) -> Prompt:
         sample = self._samples[index]
-        return self._formatter.prompt(sample, f"{epoch}:{sample.uid}", position)
+        uid = f"{epoch}:{sample.uid}"
+        try:
+            return self._formatter.prompt(sample, uid, position)
+        except ConfigError as error:  # one row must not end a run that has trained for days
+            log.warning("%s is omitted: %s", uid, error)
+            self._refused[:] = [error]
+            return Prompt(uid=uid, position=position, sample=sample, text="", token_ids=[])
 
     def refusal(self, prompt: Prompt) -> str | None:
         """The reason for which the prompt cannot be sampled, as dropped groups name it; None if it can."""
         if not prompt.token_ids:
-            return "prompt_empty"
+            return "prompt_empty" if prompt.text else "prompt_refused"
         return "prompt_too_long" if len(prompt.token_ids) > self._max_prompt_tokens else None
 
 

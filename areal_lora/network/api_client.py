@@ -55,7 +55,7 @@ class ApiClient:
     def __init__(self, url: str, key_env: str | None, limits: ApiLimits, at: str) -> None:
         self.url, self._limits = url.rstrip("/"), limits
         self._headers = {"Content-Type": "application/json"}
-        self._key = "" if key_env is None else os.environ.get(key_env, "")
+        self._key = "" if key_env is None else os.environ.get(key_env, "").strip()  # from a file, perhaps
         if key_env is not None and not self._key:
             raise ConfigError(f"{at}.key_env", f"the environment variable {key_env} is not set")
         if self._key:

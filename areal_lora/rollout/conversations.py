@@ -7,6 +7,7 @@ The model and an environment take turns, and the episode is one packed trajector
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from array import array
@@ -23,6 +24,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
@@ -83,15 +85,16 @@ class ConversationFile:
     max_bytes: int = 64 << 20
 
     def write(self, conversation: ConversationRecord) -> None:
-        line = _encode(conversation) + b"\n"
-        if len(line) > self.max_bytes // 2:
+        """Raises RecordError where the disk does not take it."""
+        line = _encode(conversation)
+        if len(line) >= self.max_bytes // 2:
             return
         path = self.folder.conversations
         with _one_writer:
-            if path.exists() and path.stat().st_size + len(line) > self.max_bytes // 2:
+            if path.exists() and path.stat().st_size + len(line) >= self.max_bytes // 2:
                 path.rename(self.folder.conversations_before)
-            with path.open("ab") as file:
-                file.write(line)
+            with contextlib.closing(JsonlSink(path)) as sink:
+                sink.write(line)
 
 
 def read_conversations(folder: RunFolder) -> Iterator[ConversationRecord]:

@@ -39,6 +39,7 @@ MEMORY_S = 1.0  # between two looks at the memory
 MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 """Of code: another try fails in the same way."""
 UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+MOST_LINKS = 8  # of a chain of causes, which may be a circle
 
 
 def read(stream: BinaryIO) -> dict[str, Any] | None:
@@ -63,11 +64,14 @@ def failure(error: BaseException) -> dict[str, Any]:
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     cause = "code" if isinstance(error, MISTAKES) else "other"
     link: BaseException | None = error  # libraries wrap the errors of their connections
-    while link is not None:
+    for _ in range(MOST_LINKS):
         if isinstance(link, (ConnectionError, socket.gaierror)) or getattr(link, "errno", 0) in UNREACHABLE:
             cause = "unreachable"
-        link = link.__cause__ or link.__context__
-    return {"error": f"{type(error).__name__}: {error}{where}", "cause": cause}
+        link = link and (link.__cause__ or link.__context__)
+    text = type(error).__name__
+    with contextlib.suppress(Exception):  # fault boundary: the message is code of users, too
+        text = f"{text}: {error}"
+    return {"error": f"{text}{where}", "cause": cause}
 
 
 def end_group() -> None:

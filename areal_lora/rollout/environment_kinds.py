@@ -17,7 +17,7 @@ import shlex
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ the endpoint with the fields of `AgentTask`, and ``seed``: that of the group."""
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The result of ``function``, run in a thread if it is no coroutine function."""
+    """The result of ``function``, run in a thread if it is no coroutine function. Its SystemExit is a RuntimeError."""
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **keywords)
+        return await _awaited(function(*arguments, **keywords))
 
     def work() -> Any:
         try:
             return function(*arguments, **keywords)
         except (StopIteration, SystemExit) as error:  # a future takes the one for its own, the other ends the process
-            raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error
+            raise _ordinary(error) from error
 
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
@@ -46,7 +46,18 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
     except asyncio.CancelledError:
         await asyncio.wait({running})  # the sample has ended when its thread has
         raise
-    return await result if inspect.isawaitable(result) else result
+    return await _awaited(result) if inspect.isawaitable(result) else result
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:
+        raise _ordinary(error) from error
+
+
+def _ordinary(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import os
 import re
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -307,13 +307,20 @@ class FolderInbox:
         except Unavailable as unavailable:
             log.warning("%s is read again later: %s", path, unavailable)
             return
-        except (RequestError, ConfigError) as refused:
+        except (
+            RequestError,
+            ConfigError,
+            UnicodeError,
+            TypeError,
+            RecursionError,
+        ) as refused:  # also what no JSON holds
             self._refused[path.name] = mark
             log.warning("%s is refused: %s", path, refused)
             write_file(error, f"{refused}\n")
             return
         reached("service.inbox_taken")
-        path.rename(path.parent / ACCEPTED / path.name)
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            path.rename(path.parent / ACCEPTED / path.name)
         error.unlink(missing_ok=True)
         log.info("%s is accepted", path)
 

@@ -81,7 +81,7 @@ def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter
             raise RequestError("version", "this version is not on the disk", error.fix) from None
         reason = "no version is on the disk yet"
         raise RequestError("version", reason, "try again after the first step", status=404) from None
-    except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
+    except (CheckpointError, AdapterError, OSError):  # another one has taken its place, or the disk is full
         raise RequestError("version", "the version cannot be read now", "try again", status=503) from None
 
 

@@ -151,9 +151,12 @@ class Gateway:
 
 
 async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
-    async for line in response.content:
-        before, _, rest = line.partition(b"data: ")
-        yield line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
+    part = b""
+    async for data in response.content.iter_any():  # aiohttp's own lines have a largest length
+        *lines, part = (part + data).split(b"\n")
+        for line in lines:
+            before, _, rest = line.partition(b"data: ")
+            yield (line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest)) + b"\n"
 
 
 def _broken() -> RequestError:

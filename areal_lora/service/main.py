@@ -31,7 +31,7 @@ from starlette.responses import Response
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import RequestError, Unavailable
-from areal_lora.network.http_server import CLOSE_S, HttpServer, listening
+from areal_lora.network.http_server import CLOSE_S, HttpServer, listening, unless_disconnected
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
@@ -147,7 +147,8 @@ class Api:
         with ExitStack() as held:
             self.meter.start(caller.tenant, tokens, caller.quota)
             held.callback(self.meter.end, caller.tenant, tokens)
-            return await self.gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
+            work = self.gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
+            return await unless_disconnected(request, work)
 
     async def tenants(self, request: Request, caller: http.Caller) -> http.Answered:
         _check_operator(caller)

@@ -246,6 +246,7 @@ class RequestQueue:
             await asyncio.sleep(EVERY_S)
             if time.time() - start_s > LAPSE_S:
                 self._heartbeats.renew()
+                self._start_s = self._now_s()
 
     async def keep(self) -> None:
         """One round of upkeep (`queue_writer`)."""

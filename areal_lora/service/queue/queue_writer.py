@@ -232,9 +232,9 @@ def follow(tx: Transaction, failed: Mapping[str, str]) -> None:
 
 
 def expire_states(tx: Transaction, used_s: Mapping[str, float], start_s: float) -> None:
-    """``used_s``: when a path was sampled last; one that was not since the start counts from ``start_s``."""
+    """``used_s``: when a path was sampled last; one that was not since ``start_s`` counts from then."""
     for state in tx.states("expires_s <= ? OR (named = 0 AND expires_s IS NULL)", tx.now_s):
-        last = max(state.created_s, used_s.get(state.path, start_s))
+        last = max(state.created_s, start_s, used_s.get(state.path, start_s))
         if state.expires_s is not None or tx.now_s - last > UNUSED_S:
             expire(tx, state)
 

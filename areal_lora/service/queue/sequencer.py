@@ -302,11 +302,11 @@ def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite:
         fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
         raise RequestError("path", f"{name[:64]!r} is no name", fix)
     states = tx.states("tenant = ?", model.tenant)
-    if sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
-        raise RequestError("path", f"the quota is {limit} saved states", "delete some first")
     taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
     if taken and not overwrite:
         raise RequestError("path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
+    if not taken and sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
+        raise RequestError("path", f"the quota is {limit} saved states", "delete some first")
 
 
 def check_ttl(ttl_s: float | None) -> None:

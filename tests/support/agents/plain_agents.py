@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.request
 from typing import Any
 
@@ -38,6 +39,26 @@ async def fails(task: Any) -> float:
 
 async def undecodable(task: Any) -> float:
     raise ValueError(b"caf\xe9".decode(errors="surrogateescape"))
+
+
+async def exits(task: Any) -> float:
+    sys.exit("no such model")
+
+
+async def is_its_own_cause(task: Any) -> float:
+    try:
+        raise ValueError("no answer")
+    except ValueError as error:
+        raise error from error
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("detail")
+
+
+async def unspeakable(task: Any) -> float:
+    raise Unspeakable
 
 
 NOT_CALLABLE = 3

@@ -205,6 +205,9 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
         ("run: {name: a}\nrun: {name: b}\n", "given twice"),
         ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("run: &a\n  x: *a\n", "nested without end"),
+        ("run: {name: 2025-02-30}\n", "not valid YAML: day is out of range for month"),
+        ("run: !!timestamp soon\n", "not valid YAML"),
+        pytest.param("run: " + "[" * 9000, "not valid YAML: maximum recursion depth", id="deep"),
     ],
 )
 def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:

@@ -100,6 +100,24 @@ def test_a_prompt_without_tokens_is_found_at_the_start_or_left_out() -> None:
         )
 
 
+def test_messages_that_the_chat_template_refuses_are_left_out_unless_all_are() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    refuses = "{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{refuses}{{{{ m.content }}}}{{% endfor %}}"
+    formatter = Formatter(tokenizer=tokenizer, how=PromptFormat(kind="chat"))
+    roles = ["user", "system", "user", "system"]
+    chats = [
+        Sample(uid=f"s{i}", prompt="1+1=", answer="2", messages=({"role": role, "content": "1+1="},))
+        for i, role in enumerate(roles)
+    ]
+    for seed in range(8):  # any of them is located first
+        made = PromptStream(chats, formatter, seed=seed, max_prompt_tokens=9)
+        refusals = {(prompt := made.at(p)).sample.uid: made.refusal(prompt) for p in range(4)}
+        assert refusals == {"s0": None, "s1": "prompt_refused", "s2": None, "s3": "prompt_refused"}
+    with pytest.raises(ConfigError, match=r"chat template refuses these messages: .*no system here"):
+        PromptStream(chats[1::2], formatter, seed=0, max_prompt_tokens=9)
+
+
 def test_the_vocabulary_is_the_text_of_each_token_id() -> None:
     words, tokenizer = vocabulary(str(TINY_MODEL)), AutoTokenizer.from_pretrained(TINY_MODEL)
     ids = tokenizer.encode("Tom has 3 apples.", add_special_tokens=False)

@@ -69,6 +69,15 @@ def test_the_loop_runs_on_while_a_conversation_is_written(tmp_path: Path) -> Non
     assert answered.is_set()
 
 
+def test_a_conversation_that_was_cut_off_by_a_crash_is_not_glued_to_the_next(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    ConversationFile(folder).write(said("1"))
+    with folder.conversations.open("ab") as file:
+        file.write(folder.conversations.read_bytes()[:20])
+    ConversationFile(folder).write(said("2"))
+    assert [c.uid for c in read_conversations(folder)] == ["1", "2"]
+
+
 def test_nothing_is_written_with_a_bound_of_zero(tmp_path: Path) -> None:
     ConversationFile(RunFolder(tmp_path), 0).write(said("a"))
     assert list(tmp_path.iterdir()) == []

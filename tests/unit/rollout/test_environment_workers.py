@@ -110,10 +110,13 @@ def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> 
         ("fails", r"agent: ValueError: no idea of s \(plain_agents\.py, line \d+\)", Cause.OTHER),
         ("text", "agent: TypeError: the agent returned str", Cause.CODE),
         ("undecodable", r"agent: ValueError: caf\? \(plain_agents\.py", Cause.OTHER),
+        ("exits", "agent: RuntimeError: SystemExit: no such model", Cause.OTHER),
+        ("is_its_own_cause", "agent: ValueError: no answer", Cause.OTHER),
+        ("unspeakable", r"agent: Unspeakable \(plain_agents\.py", Cause.OTHER),
     ],
 )
 def test_what_an_agent_raises_is_a_fault_of_its_group(name: str, detail: str, cause: Cause) -> None:
-    (fault,) = run(agent(name))
+    (fault,) = run(agent(name), timeout_s=60.0)
     assert isinstance(fault, GenerationFault)
     assert re.match(detail, str(fault))
     assert fault.cause is cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,26 @@ from areal_lora.service.acceptance import FolderInbox
 
 
 class Taken:
-    """What was taken in; refuses names that begin with ``bad``."""
+    """What was taken in; refuses names that begin with ``bad``. The file of ``gone`` is removed meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.sections: list[dict[str, Any]] = []
         self.requests: list[str] = []
 
     async def __call__(self, section: dict[str, Any], request: str) -> None:
         self.requests.append(request)
+        json.dumps(section, ensure_ascii=False).encode()
+        if section["name"] == "gone":
+            (self.folder / "one.yaml").unlink()
         if section["name"].startswith("bad"):
             raise RequestError("rank", "it is too high", "lower it")
         self.sections.append(section)
 
 
 @pytest.fixture
-def taken() -> Taken:
-    return Taken()
+def taken(tmp_path: Path) -> Taken:
+    return Taken(tmp_path / "an inbox")
 
 
 @pytest.fixture
@@ -55,7 +60,18 @@ def test_a_file_is_taken_in_and_moved(inbox: FolderInbox, taken: Taken, tmp_path
     assert os.stat(folder).st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("text", ["name: [", "- a\n- b\n", "name: bad\n", "name: a\nname: b\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: [",
+        "- a\n- b\n",
+        "name: bad\n",
+        "name: a\nname: b\n",
+        "name: 2025-02-30\n",
+        'name: "\\ud800"\n',
+        pytest.param("name: " + "[" * 9000, id="deep"),
+    ],
+)
 def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
     text: str, inbox: FolderInbox, taken: Taken, tmp_path: Path
 ) -> None:
@@ -71,6 +87,14 @@ def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
     looks(inbox, 3)
     assert taken.sections == [{"name": "good"}]
     assert sorted(path.name for path in folder.iterdir()) == ["accepted"]
+
+
+def test_a_file_that_is_removed_while_it_is_taken_in_is_no_error(
+    inbox: FolderInbox, taken: Taken, tmp_path: Path
+) -> None:
+    (tmp_path / "an inbox" / "one.yaml").write_text("name: gone\n")
+    looks(inbox, 3)
+    assert taken.sections == [{"name": "gone"}]
 
 
 def test_one_file_is_one_request_and_a_new_file_is_another(inbox: FolderInbox, taken: Taken, tmp_path: Path) -> None:

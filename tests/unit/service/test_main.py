@@ -18,6 +18,7 @@ from aiohttp import web
 from safetensors.numpy import load
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
+from areal_lora.checkpoint.recover import Version
 from areal_lora.network.http_server import HttpServer, listening
 from areal_lora.run_folder.paths import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
@@ -330,7 +331,7 @@ def test_metrics_come_in_pages(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_download_is_a_tar_of_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_download_is_a_tar_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, _ = trained_run.make_run(tmp_path, "acme-sums.1")
 
     async def scene(it: Running) -> None:
@@ -349,6 +350,12 @@ def test_a_download_is_a_tar_of_the_newest_checkpoint(tmp_path: Path) -> None:
         for version in ("9", "oldest", "../.."):
             refused(await it.call("acme", "GET", f"/v1/adapters/sums/download?version={version}"), 422, "version")
         assert not any(it.folder.service_exports.iterdir()), "nothing of it stays"
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Version, "export", full)
+        refused(await it.call("acme", "GET", "/v1/adapters/sums/download"), 503, "version")
 
     play(tmp_path, scene)
 
@@ -410,6 +417,71 @@ def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_pat
         models = (await it.call("acme", "GET", "/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["sums"]
         assert (await it.call("bolt", "GET", "/v1/models")).json()["data"] == []
+
+    play(tmp_path, scene)
+
+
+def test_a_stream_passes_on_an_event_of_any_length(tmp_path: Path) -> None:
+    """A client that reads slowly gets many tokens at once, each with twenty log-probabilities."""
+
+    async def scene(it: Running) -> None:
+        await it.call("acme", "POST", "/v1/adapters", json=section())
+        text = "\u00e9" * 300_000
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            event = msgspec.json.encode({"model": "acme-sums.1@v3", "text": text})
+            head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode() + b"data: " + event + b"\n\ndata: [DONE]\n\n")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        publish_endpoint(it.folder, "server", 0, {"data": server.sockets[0].getsockname()[1]})
+        body = {"model": "sums", "prompt": "1 + 1 =", "stream": True}
+        stream = await it.call("acme", "POST", "/v1/completions", json=body)
+        first, done, end = stream.text.split("\n\n")
+        assert msgspec.json.decode(first.removeprefix("data: ")) == {"model": "sums@v3", "text": text}
+        assert (done, end) == ("data: [DONE]", "")
+        server.close()
+
+    play(tmp_path, scene)
+
+
+def test_a_client_that_disconnects_ends_its_request_at_the_server(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        await it.call("acme", "POST", "/v1/adapters", json=section())
+        asked, ended = asyncio.Event(), asyncio.Event()
+
+        async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            while await reader.read(1 << 16):
+                pass
+            ended.set()
+            writer.close()
+
+        sent = [{"type": "http.request", "body": b'{"model":"sums","prompt":"a","max_tokens":9}'}]
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                return sent.pop()
+            await asked.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            pass
+
+        server = await asyncio.start_server(never, "127.0.0.1", 0)
+        publish_endpoint(it.folder, "server", 0, {"data": server.sockets[0].getsockname()[1]})
+        key = f"Bearer {it.keys['acme']}".encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"authorization", key)]}
+        app: Any = it.api.app()
+        async with asyncio.timeout(60.0):
+            await app(scope | {"query_string": b"", "server": ("service", 80), "scheme": "http"}, receive, send)
+            await ended.wait()
+        assert not +it.api.meter._tokens, "nothing of its quota is in use"
+        server.close()
 
     play(tmp_path, scene)
 

@@ -62,7 +62,7 @@ def by_length(_: int, body: dict) -> tuple:
 
 
 def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\r\n")  # of a file with such lines
     with JudgeStub(by_length) as stub:
         reward = judge(stub.url, key_env="JUDGE_KEY")
         [[good, bad]], costs = score(reward, [item("good {answer}"), item("bad")])

@@ -21,16 +21,32 @@ from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.processes.loading import load_import_path
+from areal_lora.processes.log import get_logger
 
 PATH = "/v1/tool_calls"
+KEY = "adapters.workflow.tool_parser"
+FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What parsers raise about text that is no call."""
+log = get_logger(__name__)
 
 
 class ToolCallParsers:
-    """The parsers by name. Raises ConfigError for a name that is neither vLLM's nor that of a ToolParser class."""
+    """The parsers by name.
+
+    Raises ConfigError for a name that is neither vLLM's nor that of a ToolParser class, and for a parser that cannot
+    read whole answers, or lacks its tokens in this tokenizer.
+    """
 
     def __init__(self, tokenizer: Any, names: Iterable[str]) -> None:
         self._tokenizer = tokenizer
         self._classes = {name: _parser_class(name) for name in names}
+        for name, parser in self._classes.items():
+            try:
+                parser(tokenizer, []).extract_tool_calls("", ChatCompletionRequest(messages=[]))
+            except RuntimeError as error:
+                reason = f"{name} reads no answer of this model: {type(error).__name__}: {error}"
+                raise ConfigError(KEY, reason, "use the parser of the model's family") from error
+        self._reported = set[tuple[type[ToolParser], type[Exception]]]()
 
     def parse(self, body: ToolCallsBody) -> list[ParsedText]:
         """The text and the calls of each answer, in order. A text in which the parser fails has no calls.
@@ -44,8 +60,13 @@ class ToolCallParsers:
         return [self._parsed(self._classes[body.parser], text, request) for text in body.texts]
 
     def _parsed(self, parser: type[ToolParser], text: str, request: ChatCompletionRequest) -> ParsedText:
-        # A parser keeps what it has seen of one answer.
-        found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        try:  # a parser keeps what it has seen of one answer
+            found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        except FAULTS as error:
+            if (kind := (parser, type(error))) not in self._reported:
+                self._reported.add(kind)
+                log.warning("the tool parser %s fails: its text stays text", parser.__name__, exc_info=True)
+            return ParsedText(content=text)
         if not found.tools_called:
             return ParsedText(content=text)
         read = (call.function for call in found.tool_calls)
@@ -78,17 +99,16 @@ def tool_calls_handler(parsers: ToolCallParsers) -> Callable[[Request], Coroutin
 
 
 def _parser_class(name: str) -> type[ToolParser]:
-    key = "adapters.workflow.tool_parser"
     if ":" in name:
         found: type[ToolParser] = load_import_path(name)
         if not isinstance(found, type) or not issubclass(found, ToolParser):
-            raise ConfigError(key, f"{name} is no subclass of vllm.tool_parsers.ToolParser", "name such a class")
+            raise ConfigError(KEY, f"{name} is no subclass of vllm.tool_parsers.ToolParser", "name such a class")
         return found
     try:
         found = ToolParserManager.get_tool_parser(name)
     except KeyError:
         known = ", ".join(ToolParserManager.list_registered())
-        raise ConfigError(key, f"vLLM has no tool parser {name!r}", f"use one of {known}, or file.py:Class") from None
+        raise ConfigError(KEY, f"vLLM has no tool parser {name!r}", f"use one of {known}, or file.py:Class") from None
     return found
 
 

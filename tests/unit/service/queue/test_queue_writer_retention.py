@@ -162,6 +162,10 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     assert it.count("saved_states") == 2
     it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
     it.ledger.now_s += queue_writer.UNUSED_S
+    asleep = it.ledger.now_s
+    used = dict.fromkeys((row[0] for row in it.ledger.db.execute("SELECT path FROM samplers")), begin)
+    it.ledger.change(lambda tx: queue_writer.expire_states(tx, used, asleep))
+    assert it.count("saved_states") == 2, "the service was stopped until now, and no client could sample"
     it.ledger.change(lambda tx: queue_writer.expire_states(tx, {}, begin))
     assert [row[0] for row in it.ledger.db.execute("SELECT name FROM saved_states")] == ["named"]
     with pytest.raises(RequestError):
@@ -191,6 +195,10 @@ def test_saved_states_have_a_quota() -> None:
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", above))
     assert isinstance(answer, OperationFailure)
     assert "saved states" in answer.reason
+    in_its_place = it.submit(Save(name="state0", overwrite=True))
+    it.done(KEPT)
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", in_its_place))
+    assert isinstance(answer, ActionResult), answer
 
 
 def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_made_later() -> None:

@@ -38,10 +38,20 @@ def test_a_parser_of_the_users_own_reads_an_answer() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["<|action_start|><|plugin|>1", "<|action_start|><|plugin|>{"])
+def test_a_text_in_which_a_parser_fails_has_no_calls(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own raises a TypeError, and json's error, for what is no call."""
+    parsers = tool_calls.ToolCallParsers(None, ["internlm"])
+    found = parsers.parse(ToolCallsBody(parser="internlm", tools=TOOLS, texts=[text, "x", text]))
+    assert found == [ParsedText(content=text), ParsedText(content="x"), ParsedText(content=text)]
+    assert caplog.text.count("the tool parser Internlm2ToolParser fails") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("hermess", r"vLLM has no tool parser 'hermess' \(fix: use one of .*hermes, "),
+        ("openai", "openai reads no answer of this model: NotImplementedError: .*stub"),
         (f"{Path(__file__)}:TOOLS", "is no subclass of vllm.tool_parsers.ToolParser"),
     ],
 )
