@@ -22,6 +22,7 @@ from areal_lora.launcher.run import prepare, start
 from areal_lora.launcher.supervise import Interrupts
 from areal_lora.library import objects as names
 from areal_lora.library.objects import given_sections, user_code
+from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, Record, RunMetrics, StepRecord
 from areal_lora.obs.report.page import write_report
@@ -161,7 +162,7 @@ def train(
         fix = "submit it with areal-lora train, then load_run its folder"
         raise ConfigError("cluster.kind", f"train waits for runs of this machine, not for {wanted.cluster.kind}", fix)
     code = user_code(wanted, objects)
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = run_console(), Console(stderr=True, highlight=False)
     with TemporaryDirectory(prefix="areal-lora-") as staged:
         code.write(Path(staged))
         prepared = prepare(code.put_into(wanted, Path(staged)), err, fresh=fresh)
