@@ -1,5 +1,6 @@
 """A run as its folder records it, for scripts and notebooks."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ class Run:
 
 def load_run(folder: Path | str) -> Run:
     """The run in ``folder``; reads nothing yet. Raises ConfigError for a folder without a started run."""
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()
     if not RunFolder(path).config.is_file():
         reason = "it is not a run folder: no config.json" if path.exists() else "there is no such folder"
         raise ConfigError(str(path), reason, "name a run folder, such as runs/NAME")
