@@ -3,6 +3,7 @@
 A verb's module is imported when the verb runs or is completed: ``areal-lora --help`` imports none of them.
 """
 
+import contextlib
 import io
 import os
 import sys
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Every failure is one line on standard error; the exit codes are ``errors.ExitCode``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # rows and answers hold what the encoding may lack
+            with contextlib.suppress(OSError):  # the descriptor may have become a pipe since Python started
+                stream.reconfigure(errors="backslashreplace")  # rows and answers hold what the encoding may lack
     try:
         # The name is part of what --show-completion prints, and `python -m areal_lora` is no name of a shell function.
         code = build()(
