@@ -23,6 +23,7 @@ import typer
 from areal_lora.cli.find_run import aligned, find_run, run_names
 from areal_lora.config.load import read_source
 from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.network.direct import open_url
 from areal_lora.run_folder.paths import RunFolder, replacing
 from areal_lora.run_folder.rendezvous import read_endpoint
 
@@ -221,8 +222,7 @@ class ServiceClient:
                 url, key = self._place()
                 headers["Authorization"] = f"Bearer {key}"
                 request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
-                answer: IO[bytes] = urllib.request.urlopen(request, timeout=ANSWER_S)
-                return answer
+                return open_url(request, ANSWER_S)
             except urllib.error.HTTPError as error:
                 raise _refused(error) from None
             except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:

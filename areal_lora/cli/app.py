@@ -3,6 +3,8 @@
 A verb's module is imported when the verb runs or is completed: ``areal-lora --help`` imports none of them.
 """
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -96,6 +98,10 @@ def build() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Every failure is one line on standard error; the exit codes are ``errors.ExitCode``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # the descriptor may have become a pipe since Python started
+                stream.reconfigure(errors="backslashreplace")  # rows and answers hold what the encoding may lack
     try:
         # The name is part of what --show-completion prints, and `python -m areal_lora` is no name of a shell function.
         code = build()(
@@ -119,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         fix = "run the command as the user that owns the run, or change the mode"
         return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", EnvironmentError_.exit_code)
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        return _fail(f"{error.filename}: {error.strerror} (fix: correct this path)", ExitCode.WRONG_INPUT)
     except OSError as error:
         fix = "make room on the disk, mount it for writing, or repair it"
         place = f"{error.filename}: " if error.filename else ""  # a write, other than an opening, has no name

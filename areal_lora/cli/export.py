@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -84,7 +85,7 @@ def _adapter(
     """Name, model folder, tensors under all names and specification."""
     from areal_lora.checkpoint.adapter_io import load_peft
 
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if (path / CONFIG_FILE).is_file():
         spec, tensors = load_peft(path)
         return path.name, _model_folder(base or spec.base_model), tensors, spec
@@ -95,7 +96,7 @@ def _adapter(
 
 
 def _model_folder(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_dir():
         return path
     cached = cached_snapshot(text, None) if is_hub_name(text) else None
@@ -161,7 +162,7 @@ def report(run: Run) -> None:
 
 def page(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help=RUN_HELP, autocompletion=run_names)],
-    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of 127.0.0.1; 0: a free one")] = 0,
     browser: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
 ) -> None:
     """Serve a page that follows a run, or shows several side by side, until Ctrl-C. For another machine: ssh -L."""

@@ -48,7 +48,7 @@ def find_run(text: str) -> RunFolder:
     Raises ConfigError for anything that is not the folder of a started run.
     """
     here = Path.cwd()
-    candidates = [Path(text).expanduser(), *(folder / RUNS / text for folder in (here, *here.parents))]
+    candidates = [Path(os.path.expanduser(text)), *(folder / RUNS / text for folder in (here, *here.parents))]
     found = next((path for path in candidates if path.exists()), None)
     if found is None:
         raise ConfigError(text, "there is no such run", _which())

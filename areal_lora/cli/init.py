@@ -1,6 +1,7 @@
 """``areal-lora init FILE``: a commented configuration for a model and a data set, from options or five questions."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def _asked(option: str, given: str, question: str, default: str | None = None) -
 
 
 def _absolute(text: str) -> str:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     return str(path.absolute()) if path.exists() else text
 
 

@@ -25,6 +25,7 @@ from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.launcher.supervise import handled
+from areal_lora.network.direct import open_url
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets
@@ -231,7 +232,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 raise EnvironmentError_(log.read_text(errors="replace").strip().removeprefix("error: "))
             raise _failed(f"ended with code {code}" if code is not None else f"did not answer in {START_S:g} s", log)
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with open_url(urllib.request.Request(url), 5.0):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(POLL_S)
@@ -279,7 +280,7 @@ class Conversation:
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with open_url(request, ANSWER_S) as answer:
             content: dict[str, Any] = json.loads(answer.read())
             return content
     except urllib.error.HTTPError as error:

@@ -26,6 +26,7 @@ from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.run import prepare
 from areal_lora.launcher.run import run as start
 from areal_lora.launcher.slurm.job_steps import SpareJob
+from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.warnings import bill, bill_lines
@@ -225,7 +226,7 @@ def add_servers(
 
     On this machine the command stays until the run ends; Ctrl-C lets the servers leave in order.
     """
-    console, job = Console(highlight=False), SpareJob(servers, grace_s, time, partition)
+    console, job = run_console(), SpareJob(servers, grace_s, time, partition)
     raise typer.Exit(spares.add_servers(find_run(run), job, nodes=nodes, here=here, console=console))
 
 

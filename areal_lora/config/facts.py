@@ -49,7 +49,7 @@ def parse_import_path(text: str, config_key: str) -> ImportPath:
     if not colon or not place or not name.isidentifier():
         raise ConfigError(config_key, f"{text!r} names no object of a module or file", SPELLING)
     if place.endswith(".py"):
-        return ImportPath(name=name, file=Path(place).expanduser())
+        return ImportPath(name=name, file=Path(os.path.expanduser(place)))
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(config_key, f"{place!r} is neither a module nor a .py file", SPELLING)
     return ImportPath(name=name, module=place)
@@ -165,7 +165,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     peft_folders: dict[str, PeftFolder | AdapterError] = {}
     for path in {a.init_from for a in config.adapters if a.init_from is not None}:
         try:
-            peft_folders[path] = describe(Path(path).expanduser())
+            peft_folders[path] = describe(Path(os.path.expanduser(path)))
         except AdapterError as error:
             peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0

@@ -6,6 +6,7 @@ the whole section, because the keys of the old kind mean nothing to the new one.
 """
 
 import difflib
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(text, "is not an override", "write it as dotted.key=value")
     try:
         return key, yaml.safe_load(raw)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 
@@ -388,7 +389,7 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
     keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
-    for i, adapter in enumerate(data.get("adapters") or []):
+    for i, adapter in enumerate(entries if isinstance(entries := data.get("adapters"), list) else ()):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         n_sets = len(sets) if isinstance(sets, list) else 0
         spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("train", "eval", "keep")]
@@ -400,12 +401,10 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
         if not isinstance(value, str) or (spot[-1] in _NAMED and ".py:" not in value):
             continue
-        if Path(value).expanduser().is_absolute():
-            holder[spot[-1]] = str(Path(value).expanduser()) if value.startswith("~") else value
-            continue
+        holder[spot[-1]] = value = os.path.expanduser(value)
         source = origin_of(spot, data, sources)
         folders = [Path.cwd()] if source is None else [source.folder, Path.cwd()]
         place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")  # file.py:name
         found = next((folder / place for folder in folders if (folder / place).exists()), None)
-        if found is not None:
+        if found is not None and not Path(value).is_absolute():
             holder[spot[-1]] = f"{found.resolve()}{colon}{name}"

@@ -36,7 +36,7 @@ from areal_lora.launcher.start import RunStart, check_packages, previous_run, pr
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor, handled
 from areal_lora.launcher.sweep import Sweep, launched, print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
-from areal_lora.obs.console import LiveConsole, duration, human_bytes, print_line
+from areal_lora.obs.console import LiveConsole, duration, human_bytes, print_line, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.obs.tracking.main import check_clients
 from areal_lora.run_folder.events import EndEvent, now_utc, record_end
@@ -204,7 +204,7 @@ def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> i
     INTERRUPTED, or how the run failed. Raises ArealLoraError for a run that cannot start, ConfigErrors for a
     configuration that the guardrails refuse.
     """
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = run_console(), Console(stderr=True, highlight=False)
     prepared = prepare(config, err, fresh=fresh)
     chosen = prepared.config if sweep is None else launched(prepared.config, sweep)
     return start(chosen, prepared.plan, out, fresh, prepared.download, sweep=sweep).code

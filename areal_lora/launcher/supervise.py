@@ -209,7 +209,10 @@ def handled(number: signal.Signals, handler: Callable[[int, FrameType | None], o
 
 
 class Interrupts:
-    """Counts Ctrl-C, SIGTERM and SIGHUP instead of letting them end the launcher in the middle of a stop."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP instead of letting them end the launcher in the middle of a stop.
+
+    SIGHUP stays ignored where it is (``nohup``).
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -219,7 +222,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,5 +1,6 @@
 """A run as its folder records it, for scripts and notebooks."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from areal_lora.launcher.run import prepare, start
 from areal_lora.launcher.supervise import Interrupts
 from areal_lora.library import objects as names
 from areal_lora.library.objects import given_sections, user_code
+from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, Record, RunMetrics, StepRecord
 from areal_lora.obs.report.page import write_report
@@ -120,7 +122,7 @@ class Run:
 
 def load_run(folder: Path | str) -> Run:
     """The run in ``folder``; reads nothing yet. Raises ConfigError for a folder without a started run."""
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()
     if not RunFolder(path).config.is_file():
         reason = "it is not a run folder: no config.json" if path.exists() else "there is no such folder"
         raise ConfigError(str(path), reason, "name a run folder, such as runs/NAME")
@@ -161,7 +163,7 @@ def train(
         fix = "submit it with areal-lora train, then load_run its folder"
         raise ConfigError("cluster.kind", f"train waits for runs of this machine, not for {wanted.cluster.kind}", fix)
     code = user_code(wanted, objects)
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = run_console(), Console(stderr=True, highlight=False)
     with TemporaryDirectory(prefix="areal-lora-") as staged:
         code.write(Path(staged))
         prepared = prepare(code.put_into(wanted, Path(staged)), err, fresh=fresh)

@@ -4,8 +4,13 @@ On a terminal, a panel is redrawn at each ``tick``; elsewhere each event is one 
 All data comes from the run folder, without a connection to any process.
 """
 
+import contextlib
+import io
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -43,6 +48,48 @@ def human_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
         n /= 1000
     return f"{n:.2f} TB"
+
+
+class RunOutput(io.TextIOBase):
+    """``stream`` for a run that outlives it: a closed pipe or terminal, or a full disk, drops all further text.
+
+    A character that its encoding lacks is escaped.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), self.fileno())
+
+
+def run_console(*, terminal: bool | None = None) -> Console:
+    """The console of a run, on standard output; ``terminal`` None: as that is."""
+    return Console(file=cast(IO[str], RunOutput(sys.stdout)), highlight=False, force_terminal=terminal)
 
 
 def print_line(console: Console, text: str) -> None:

@@ -24,7 +24,7 @@ def load_import_path(text: str) -> Any:
     place, _, name = text.rpartition(":")
     try:
         if place.endswith(".py"):
-            module = _load_file(Path(place).expanduser())
+            module = _load_file(Path(os.path.expanduser(place)))
         else:
             _search(os.getcwd())
             module = importlib.import_module(place)

@@ -264,6 +264,9 @@ class _Worker:
         argv = [*self._launcher, chosen.python or sys.executable, "-I", environment_child.__file__]
         # srun takes the variables of the step that it is called in for its own.
         env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
+        # A client in an agent takes the proxy of the environment, which does not lead to the endpoint on this host.
+        direct = ",".join(filter(None, (env.get("no_proxy") or env.get("NO_PROXY"), "127.0.0.1")))
+        env |= {"no_proxy": direct, "NO_PROXY": direct}
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(

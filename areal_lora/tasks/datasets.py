@@ -101,10 +101,21 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     return ((f"{path}[{index}]", values) for index, values in enumerate(content))
 
 
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that two columns have: a row would keep one of them.
+
+    Columns without a name may be several: spreadsheets end lines with commas.
+    """
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise ConfigError(str(path), f"has two columns {twice!r}", "give each column a name of its own")
+
+
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(1 << 30)  # the default, 128 KiB, is less than a long text
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
+            _check_names(path, reader.fieldnames or ())
             for values in reader:
                 place = f"{path}:{reader.line_num}"
                 if None in values or None in values.values():
@@ -124,10 +135,14 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(str(path), f"not a parquet file: {error}") from error
     index = 0
     with file:
-        for batch in file.iter_batches():
-            for values in batch.to_pylist():
-                yield f"{path}[{index}]", values
-                index += 1
+        _check_names(path, file.schema_arrow.names)
+        try:
+            for batch in file.iter_batches():
+                for values in batch.to_pylist():
+                    yield f"{path}[{index}]", values
+                    index += 1
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise ConfigError(f"{path}[{index}]", f"cannot be read from here on: {error}", "write it again") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterable[tuple[str, Any]]]] = {

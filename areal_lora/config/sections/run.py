@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, TIME_LIMIT, NonNegInt, Port, PositiveInt, Section
+from areal_lora.config.sections.section import NAME, TIME_LIMIT, LocalPath, NonNegInt, Port, PositiveInt, Section
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
@@ -29,7 +29,7 @@ def _off(value: object) -> object:
 
 class RunConfig(Section):
     name: str = Field(pattern=NAME, description="Run name; also the folder below `root`.")
-    root: Path = Field(Path("runs"), description="Folder that holds run folders.")
+    root: LocalPath = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
     steps: PositiveInt = Field(description="Training steps; each trains on one batch and publishes one version.")
     max_restarts: NonNegInt = 3
@@ -119,7 +119,7 @@ class RemoteConfig(Section):
     host: str = "127.0.0.1"
     """Address of the gateway; beyond loopback with `certificate`, or behind a proxy with TLS."""
     port: Port = Field(0, description="0: the system chooses.")
-    certificate: Path | None = None
+    certificate: LocalPath | None = None
     """PEM file with certificate chain and private key; plain HTTP if unset."""
     store: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://")
     """fsspec URL, such as `s3://bucket/runs` (extra `s3`), through which versions go instead of the gateway."""
@@ -340,7 +340,7 @@ class ApiConfig(Section):
     """The HTTP API and the inbox of a run (`areal_lora.service`)."""
 
     port: Port = Field(0, description="Port of the HTTP API on loopback; 0: any.")
-    data: Path | None = None
+    data: LocalPath | None = None
     """Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."""
     data_sets: list[str] = Field([], description="Hub data sets that tenants may name.")
     code: list[str] = Field([])

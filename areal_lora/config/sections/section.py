@@ -1,5 +1,7 @@
 """Base class of all sections of the configuration, and the types that several of them use."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -17,6 +19,8 @@ def _of_64_bits(value: int) -> int:
 
 NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""``~`` and ``~user`` are home folders, as in a shell."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 NonNegFloat = Annotated[float, Field(ge=0)]
 TIME_LIMIT = r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$"

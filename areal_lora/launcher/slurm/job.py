@@ -28,7 +28,7 @@ from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_acti
 from areal_lora.launcher.sweep import print_result
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
-from areal_lora.obs.console import LiveConsole
+from areal_lora.obs.console import LiveConsole, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder, write_file
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = (os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0"))
     os.environ[SESSION_VARIABLE] = "-".join(names)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
-    console = Console(highlight=False, force_terminal=False)
+    console = run_console(terminal=False)
     try:
         config = read_config(run_folder)
         plan = make_plan(config, gather_facts(config, runs_here=False))

@@ -13,7 +13,6 @@ import hashlib
 import io
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +25,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_lora.errors import ArealLoraError, ExitCode
+from areal_lora.network.http_server import listening
 from areal_lora.obs.metrics.reader import MetricsTail, iter_metrics
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
@@ -135,12 +135,12 @@ def parquet_bytes(tables: Iterator[pa.Table]) -> Iterator[bytes]:
 
 
 def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str], None]) -> None:
-    """Serve until an interrupt; ``announce`` the address first. Port 0: a free one."""
+    """Serve until an interrupt; ``announce`` the address first. Port 0: a free one. Raises ConfigError."""
     import uvicorn
 
     token = secrets.token_urlsafe(16)
     app = application(folders, token)
-    with socket.create_server(("127.0.0.1", port)) as listener:
+    with listening("127.0.0.1", port, "--port") as listener:
         announce(f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
         uvicorn.Server(config).run([listener])

@@ -9,6 +9,7 @@ So no rank holds more than a chunk of it beyond what it trains. The source ranks
 """
 
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     folder = adapter.config.init_from
     if folder is None:
         return
-    spec, tensors = load_peft(Path(folder).expanduser())
+    spec, tensors = load_peft(Path(os.path.expanduser(folder)))
     layout = engine.adapter_layout(adapter.name)
     engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
 

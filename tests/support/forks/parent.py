@@ -133,6 +133,7 @@ def run(
     code = 1
     try:
         os.setsid()  # whoever ends sessions must not find that of the tests
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
         os.environ.clear()
         os.environ.update(environment)
         watched._plan = watched.parse(text) if (text := os.environ.get(watched.VARIABLE)) else None  # as at its import

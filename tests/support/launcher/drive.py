@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from rich.console import Console
-
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.recorded import write_config
 from areal_lora.families.registry import known_config
 from areal_lora.launcher import restarts, run, watch
 from areal_lora.launcher.plan import ProcessSpec, make_plan
+from areal_lora.obs.console import run_console
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
@@ -51,7 +50,7 @@ def main() -> int:
     if later := os.environ.get("AN_HOUR_LATER"):
         ahead = lambda: time.monotonic() + 3600.0 * Path(later).exists()  # noqa: E731
         watch.time = SimpleNamespace(monotonic=ahead, sleep=time.sleep)  # type: ignore[assignment]
-    return run.run_local(config, dummy, Console()).code
+    return run.run_local(config, dummy, run_console()).code
 
 
 if __name__ == "__main__":

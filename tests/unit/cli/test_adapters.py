@@ -67,6 +67,7 @@ def test_an_adapter_from_the_command_line(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = str(run)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for what is on this machine
     assert ask(capsys, "list", where) == "no adapters\n"
     assert ask(capsys, "create", where, FILE) == "sums is accepted, incarnation 1\n"
     assert "there is an adapter 'sums'" in ask(capsys, "create", where, FILE, code=64)

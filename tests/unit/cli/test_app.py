@@ -7,6 +7,7 @@ import os
 import resource
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,20 @@ from tests.support.obs.three_adapters import make_three
 from tests.support.paths import ROOT
 
 START_S = 0.5  # of a core
+INIT = [
+    "--model",
+    "org/name",
+    "--data",
+    "org/rows",
+    "--prompt",
+    "p",
+    "--answer",
+    "a",
+    "--reward",
+    "numeric_match",
+    "--device",
+    "cpu",
+]
 
 
 def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
@@ -87,6 +102,8 @@ def test_bash_completes_verbs_runs_and_options(tmp_path: Path, typed: str, offer
         (["status", "no-such-run"], ["no-such-run: there is no such run", "runs"]),
         (["status", "pyproject.toml"], ["pyproject.toml", "it is a file"]),
         (["stop", "docs"], ["docs", "no config.json"]),
+        (["status", "~no-such-user/x"], ["~no-such-user/x: there is no such run"]),
+        (["init", "no-folder/x.yaml", *INIT], ["no-folder/x.yaml: No such file or directory (fix: correct this path)"]),
         (["plan"], ["nothing was given", "name one run"]),
         (["plan", "--config", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
         (["plan", "--config", "examples/math/embedded.yaml", "foo"], ["foo: is not an override", "dotted.key"]),
@@ -179,3 +196,30 @@ def test_a_verb_for_one_adapter_refuses_to_choose_among_several(
     assert "the run has several: alpha, beta, gamma (fix: name one of them)" in capsys.readouterr().err
     assert app.main([verb, str(folder), *rest, "--adapter", "delta"]) == ExitCode.WRONG_INPUT
     assert "no adapter 'delta'" in capsys.readouterr().err
+
+
+def test_a_text_beyond_the_encoding_is_escaped(tmp_path: Path) -> None:
+    log = make_run(tmp_path / "x", steps=1) / "logs" / "server-9.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("5 \u20ac\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_lora", "logs", str(tmp_path / "x"), "server-9"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "5 \\u20ac\n"), done.stderr
+
+
+@pytest.mark.parametrize("port", ["taken", "65536"])
+def test_a_page_on_a_port_that_it_cannot_have_is_one_line(
+    tmp_path: Path, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "x", steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = str(taken.getsockname()[1]) if port == "taken" else port
+        assert app.main(["page", str(folder), "--port", number]) == ExitCode.WRONG_INPUT
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "--port" in err) == (1, True), err

@@ -67,6 +67,13 @@ def test_one_prompt_of_two_versions(server: FakeServer, folder: RunFolder, capsy
     assert (saved.prompt, saved.gold, saved.answers) == ("2 + 2?", "", {"math@v7": f"7 of {length}"})
 
 
+def test_a_proxy_of_the_environment_is_not_between(
+    server: FakeServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert main(["chat", str(folder), "--prompt", "2 + 2?"]) == ExitCode.DONE
+
+
 def test_lines_of_a_file_are_prompts(
     server: FakeServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

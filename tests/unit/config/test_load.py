@@ -128,6 +128,8 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("=3", ["is not an override"]),
         ("adapters.gsm8k=3", ["cannot be replaced as a whole"]),
         ("run.name=[", ["not valid YAML"]),
+        ("run.name=2026-02-30", ["not valid YAML"]),
+        ("adapters=3", ["adapters: 3 is not allowed", "give a list"]),
         ("run.steps=ten", ["run.steps", "'ten'", "(fix: give an integer)"]),
         ("adapters.0.rank=8.5", ["(fix: give an integer)"]),
         ("adapters.0.optimizer.lr=1e-5x", ["(fix: give a number)"]),
@@ -228,6 +230,13 @@ def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("env", "found"), [("own.py:Own", "{folder}/own.py:Own"), ("own", "own")])
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = load_config([MOE], ["run.root=~/runs", "model.path=~/model", "adapters.0.init_from=~no-such-user/x"])
+    assert config.run_folder.path == Path("/somewhere/runs") / config.run.name
+    assert (config.model.path, config.adapters[0].init_from) == ("/somewhere/model", "~no-such-user/x")
+
+
 def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps_its_name(
     tmp_path: Path, env: str, found: str
 ) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.supervise import Supervisor
+from areal_lora.launcher.supervise import Interrupts, Supervisor, handled
 from tests.support.clocks import wait_until
 
 
@@ -48,3 +51,10 @@ def test_what_other_threads_hold_does_not_stop_a_start(tmp_path: Path) -> None:
     finally:
         done.set()
     assert (tmp_path / "server-0.log").read_text() == "there\n"
+
+
+@pytest.mark.parametrize(("number", "counted"), [(signal.SIGHUP, 0), (signal.SIGTERM, 1)])
+def test_a_run_under_nohup_outlives_its_terminal(number: signal.Signals, counted: int) -> None:
+    with handled(number, signal.SIG_IGN), Interrupts() as interrupts:  # type: ignore[arg-type]
+        os.kill(os.getpid(), number)
+        assert interrupts.count == counted

@@ -1,6 +1,7 @@
 """The live view: plain lines off a terminal, a panel on one, only new bytes at each tick."""
 
 import io
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from areal_lora.obs.console import WIDTH, LiveConsole, duration, members_line, number
+from areal_lora.obs.console import WIDTH, LiveConsole, RunOutput, duration, members_line, number
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
@@ -306,3 +307,25 @@ def test_a_resume_leaves_no_figures_of_what_it_supersedes() -> None:
     assert view.only.last_eval is not None
     assert view.only.last_eval.version == 0
     assert (view.steps_done, list(view.problems), view.remaining_s()) == (2, [], None)
+
+
+@pytest.mark.parametrize("ends", ["the pipe is closed", "the terminal is closed", "the disk is full"])
+def test_an_output_that_ends_does_not_end_the_run(ends: str) -> None:
+    reader, writer = os.openpty() if ends == "the terminal is closed" else os.pipe()
+    if ends == "the disk is full":
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), writer)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        console = Console(file=RunOutput(stream), width=40)
+        os.close(reader)
+        for _ in range(2):
+            console.print("step 1")
+        assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
+
+
+def test_what_the_encoding_lacks_is_escaped() -> None:
+    """PYTHONIOENCODING=ascii, or a locale of one byte a character: an answer may have any text."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(file=RunOutput(stream), width=40).print("5 \u20ac \udcff")
+    assert raw.getvalue() == b"5 \\u20ac \\udcff\n"

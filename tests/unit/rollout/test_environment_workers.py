@@ -104,6 +104,12 @@ def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> 
         assert reward is None or t.reward == reward
 
 
+def test_an_agents_client_reaches_the_endpoint_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    assert [t.reward for t in episode(agent("blocks")).group.trajectories] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("name", "detail", "cause"),
     [

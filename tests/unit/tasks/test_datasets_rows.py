@@ -93,6 +93,7 @@ def test_rows_can_be_sent_whatever_json_has(tmp_path: Path) -> None:
         ("a.json", "{", "not JSON"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv:3: has another number of fields"),
         ("a.csv", "a,b\n1\n", r"a\.csv:2: has another number of fields"),
+        ("a.csv", "a,b,a\n1,2,3\n", r"a\.csv: has two columns 'a'"),
         ("a.parquet", "PAR1", "not a parquet file"),
         ("a.txt", "x", "no file of a known kind"),
     ],
@@ -102,6 +103,32 @@ def test_a_broken_file_is_one_line_with_its_place(tmp_path: Path, name: str, tex
     with pytest.raises(ConfigError, match=words) as caught:
         rows_of(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_field_of_a_csv_file_may_be_long_and_a_column_nameless(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"a,,\n{'x' * 200_000},,\n")
+    assert rows_of(tmp_path / "a.csv") == [{"a": "x" * 200_000, "": ""}]
+
+
+@pytest.mark.parametrize("how", ["damaged", "not UTF-8", "of a zone that is not known", "two columns of a name"])
+def test_a_parquet_file_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, how: str) -> None:
+    path, texts = tmp_path / "a.parquet", pyarrow.array([f"text {i}" * 200 for i in range(100)])
+    columns = {"a": texts}
+    if how.startswith("of a zone"):
+        columns |= {"at": pyarrow.array(range(100), pyarrow.timestamp("us", tz="No/Where"))}
+    table = pyarrow.table(columns)
+    if how.startswith("two"):
+        table = pyarrow.Table.from_arrays([texts, texts], names=["a", "a"])
+    pyarrow.parquet.write_table(table, path, compression=None, use_dictionary=False, write_statistics=False)
+    data = bytearray(path.read_bytes())
+    if how == "damaged":
+        data[8 : len(data) // 2] = bytes(len(data) // 2 - 8)
+    elif how == "not UTF-8":
+        data = data.replace(b"text 42", b"text \xff2")
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"a\.parquet(\[\d+\]: cannot be read|: has two columns 'a')") as caught:
+        rows_of(path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_hub_name_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
