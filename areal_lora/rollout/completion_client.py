@@ -174,12 +174,13 @@ class _PartReader:
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     columns = TokenColumns.joined([part.columns for part in parts])
-    versions = TokenColumns.of(columns.ids, columns.scores, columns.each_version).versions  # one run for a version
+    versions = columns.each_version.tolist()
+    columns = msgspec.structs.replace(columns, versions=TokenColumns.of(columns.ids, columns.scores, versions).versions)
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=msgspec.structs.replace(columns, versions=versions),
+        columns=columns,  # one run for a version
         logprobs=TokenLogprobs(top_ids=[row for part in parts for row in part.top_logprobs or ()] or None),
     )
 
