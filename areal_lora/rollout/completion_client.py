@@ -174,13 +174,12 @@ class _PartReader:
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     columns = TokenColumns.joined([part.columns for part in parts])
-    versions = columns.each_version.tolist()
-    columns = msgspec.structs.replace(columns, versions=TokenColumns.of(columns.ids, columns.scores, versions).versions)
+    runs = TokenColumns.of(columns.ids, columns.scores, columns.each_version.tolist()).versions  # one for a version
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=columns,  # one run for a version
+        columns=msgspec.structs.replace(columns, versions=runs),
         logprobs=TokenLogprobs(top_ids=[row for part in parts for row in part.top_logprobs or ()] or None),
     )
 
