@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -88,16 +88,14 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
         """Of three arrays [T], their ``routes``, and the ids ``kept`` of each token with their ``log_mass`` [T]."""
         import numpy as np
 
-        each = np.array(versions, "<i4")
-        starts = np.flatnonzero(np.diff(each, prepend=each[:1] - 1))
-        runs = np.stack([each[starts], np.diff(starts, append=each.size).astype("<i4")], axis=1)
+        runs = [(version, len(list(each))) for version, each in groupby(versions)]
         return cls(
             np.array(token_ids, "<i4").tobytes(),
             np.array(logprobs, "<f4").tobytes(),
-            runs.tobytes(),
+            np.array(runs, "<i4").tobytes(),
             routes,
-            n_kept=np.array([len(ids) for ids in kept], "<u2").tobytes(),
-            kept=np.array(list(chain.from_iterable(kept)), "<i4").tobytes(),
+            n_kept=np.array([len(ids) for ids in kept], "<u2").tobytes() if kept else b"",
+            kept=np.array(list(chain.from_iterable(kept)), "<i4").tobytes() if kept else b"",
             log_mass=np.array(log_mass, "<f4").tobytes(),
         )
 
@@ -151,19 +149,20 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
         return _array(self.versions, "<i4").reshape(-1, 2)
 
     @property
-    def sampled(self) -> np.ndarray:  # [R', 2] int32
+    def sampled(self) -> list[tuple[int, int]]:
         """The runs of tokens that the model sampled."""
-        return self.runs[self.runs[:, 0] >= 0]
+        runs = memoryview(self.versions).cast("i").tolist()  # few: numpy takes five times as long
+        return [(version, n) for version, n in zip(runs[::2], runs[1::2], strict=True) if version >= 0]
 
     @property
     def span(self) -> tuple[int, int]:
         """The oldest and the newest version that sampled a token; ValueError if none did."""
-        versions = self.sampled[:, 0]
-        return int(versions.min()), int(versions.max())
+        versions = [version for version, _ in self.sampled]
+        return min(versions), max(versions)
 
     @property
     def n_sampled(self) -> int:
-        return int(self.sampled[:, 1].sum())
+        return sum(n for _, n in self.sampled)
 
     @property
     def each_version(self) -> np.ndarray:  # [T] int32

@@ -174,12 +174,12 @@ class _PartReader:
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     columns = TokenColumns.joined([part.columns for part in parts])
-    versions = TokenColumns.of(columns.ids, columns.scores, columns.each_version).versions  # one run for a version
+    runs = TokenColumns.of(columns.ids, columns.scores, columns.each_version.tolist()).versions  # one for a version
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=msgspec.structs.replace(columns, versions=versions),
+        columns=msgspec.structs.replace(columns, versions=runs),
         logprobs=TokenLogprobs(top_ids=[row for part in parts for row in part.top_logprobs or ()] or None),
     )
 
@@ -310,7 +310,7 @@ class CompletionClient:
                         asyncio.timeout_at(deadline) as clock,
                         self.router.lease(ref, sequences, clock, self.home) as server,
                     ):
-                        return await self._exchange(server, ref, path, _sent_once(body), read)
+                        return await self._exchange(server, ref, path, [encoded(body)], read)
                 except HandedBack:
                     if server is not None:
                         server.leaving = True
@@ -328,12 +328,12 @@ class CompletionClient:
             detail = f"{server.url if server else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(
-        self, server: Server, ref: AdapterRef, path: str, body: AsyncIterator[bytes], read: _Read[T]
-    ) -> T:
-        headers, started = self._keyed if server.url.startswith("https:") else self._plain, False
+    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: list[bytes], read: _Read[T]) -> T:
+        """Takes what it sends out of ``body``."""
+        keys, started = self._keyed if server.url.startswith("https:") else self._plain, False
+        headers = keys | {"Content-Length": str(len(body[0]))}  # else in chunks, of which the last is a write more
         try:
-            async with self._session.post(f"{server.url}{path}", data=body, headers=headers) as response:
+            async with self._session.post(f"{server.url}{path}", data=_sent_once(body), headers=headers) as response:
                 if response.status == 200:
                     started = response.content_type == "text/event-stream"
                     answer = await read(response)
@@ -357,9 +357,9 @@ class CompletionClient:
         raise GenerationFault(FaultKind.REJECTED, detail)
 
 
-async def _sent_once(body: msgspec.Struct) -> AsyncIterator[bytes]:
-    """Encode ``body`` as it is sent: the connection would keep bytes until the answer."""
-    yield encoded(body)
+async def _sent_once(body: list[bytes]) -> AsyncIterator[bytes]:
+    """Give ``body`` away as it is sent: the connection would keep bytes until the answer."""
+    yield body.pop()
 
 
 def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool) -> AdapterRef:

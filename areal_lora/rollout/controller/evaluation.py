@@ -215,7 +215,7 @@ def given_answers(chosen: EvalSet, prompt: Prompt, ref: AdapterRef, episode: Epi
     samples: dict[int, list[tuple[Trajectory, str]]] = defaultdict(list)
     for trajectory, text in zip(episode.group.trajectories, episode.texts, strict=True):
         samples[trajectory.sample].append((trajectory, text))
-        if others := set(trajectory.columns.sampled[:, 0].tolist()) - {ref.version}:
+        if others := {version for version, _ in trajectory.columns.sampled} - {ref.version}:
             detail = f"{prompt.uid}: requested {ref}, sampled by {sorted(others)} (fix: sample with context.answer)"
             raise GenerationFault(FaultKind.PROTOCOL, detail)
     answers = []

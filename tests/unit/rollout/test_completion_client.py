@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tracemalloc
 from array import array
 from collections.abc import Callable
@@ -328,9 +329,10 @@ class SlowServer:
         self.read, self.answer = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        end = b""
-        while not end.endswith(b"0\r\n\r\n"):  # the last chunk
-            end = (end + await reader.read(1 << 14))[-5:]
+        head = await reader.readuntil(b"\r\n\r\n")
+        left = int(re.findall(rb"Content-Length: (\d+)", head)[0])  # chunks would be written and read one by one
+        while left:
+            left -= len(await reader.read(1 << 14))
         self.read.set()
         await self.answer.wait()
         writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
@@ -348,7 +350,8 @@ def test_a_waiting_request_keeps_four_bytes_of_a_prompts_token() -> None:
             tracemalloc.start()
             request = msgspec.structs.replace(wanted([], 1), prompt=array("i", range(100_000, 100_000 + n)))
             task = asyncio.create_task(client.sample(V3, request, timeout_s=120.0))
-            await slow.read.wait()
+            await asyncio.wait([task, reading := asyncio.create_task(slow.read.wait())], return_when="FIRST_COMPLETED")
+            assert reading.done(), task.exception()
             kept, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             slow.answer.set()
