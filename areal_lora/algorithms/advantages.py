@@ -271,7 +271,7 @@ class Shaping:
     ``kl_coef`` is 0 where neither reward nor advantage holds a KL divergence. With ``kl_own`` that of a token is taken
     off its advantage alone: on-policy distillation (Lu et al., Thinking Machines, 2025). An answer of more than
     ``overlong_from`` tokens loses a part of ``overlong_penalty``, one of ``max_new_tokens`` all of it. ``discount`` is
-    for a critic's values. ``weights``: of rewards by name; empty: each part of the only reward counts once.
+    for a critic's values. ``weights``: of rewards by name; empty: each part of the only reward counts once (`_parts`).
     """
 
     kl: Estimator
@@ -356,12 +356,17 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
 
 def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> dict[str, Tensor]:
-    """`Samples.parts` and their weights of the sequences ``samples``; empty for a reward without named parts."""
+    """`Samples.parts` and their weights of the sequences ``samples``; empty for a reward without named parts.
+
+    Those of an only reward count if they add up to it: else some are metrics.
+    """
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
         return {}
     columns = [batch.component_names.index(name) for name in names]
     parts = batch.components.double()[samples][:, columns]
+    if not weights and not torch.allclose(parts.sum(1), batch.rewards.double()[samples], rtol=1e-5, atol=1e-5):
+        return {}
     return {"parts": parts, "weights": parts.new_tensor([weights.get(name, 1.0) for name in names])}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.advantages import token_credit
-from areal_lora.algorithms.losses import denominator, policy_loss, token_weights
+from areal_lora.algorithms.losses import denominator, policy_loss, spread, token_counts, token_weights
 from areal_lora.algorithms.mismatch import after_change, is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
@@ -164,11 +164,17 @@ def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False) -> L
 
 
 def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool) -> dict[str, Tensor]:
-    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others."""
+    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
+
+    Along routes an answer's tokens of older versions have those of theirs, and the server's caches newer ones.
+    """
     gap = (logprobs - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
     if kept_caches:
         fresh &= ~after_change(micro.versions, micro.loss_mask)
+    if micro.routes is not None:
+        older = token_counts(micro.loss_mask & ~fresh, micro.cu_seqlens) > 0
+        fresh &= ~spread(older, micro.cu_seqlens, len(gap))
     stale = micro.loss_mask & ~fresh
     moved = torch.zeros_like(gap) if micro.prox_logprobs is None else (logprobs - micro.prox_logprobs).abs()
     # Not indexed by a mask: that would wait for a GPU.

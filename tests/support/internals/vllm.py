@@ -162,7 +162,7 @@ INTERNALS: tuple[Used, ...] = (
         module="vllm.v1.sample.sampler",
         name="Sampler",
         members=("topk_topp_sampler",),
-        calls=(("compute_logprobs", ("logits",)), ("apply_temperature", ("logits", "temp", "all_random"))),
+        calls=(("compute_logprobs", ("logits",)),),
         why="as GPUModelRunner",
     ),
     Used(

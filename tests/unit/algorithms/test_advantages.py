@@ -162,6 +162,26 @@ def test_a_group_of_one_has_advantage_0(name: str) -> None:
     )
 
 
+def _batch(rewards: list[float], groups: list[int], parts: dict[str, list[float]]) -> TrainBatch:
+    """Of answers of one token."""
+    n = len(rewards)
+    return TrainBatch(
+        token_ids=torch.zeros(2 * n, dtype=torch.int32),
+        cu_seqlens=torch.arange(0, 2 * n + 1, 2),
+        loss_mask=torch.tensor([False, True] * n),
+        rollout_logprobs=torch.zeros(2 * n),
+        versions=torch.tensor([-1, 1] * n),
+        shared_starts=torch.zeros(n, dtype=torch.int64),
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor(groups),
+        sample_ids=torch.arange(n),
+        given=torch.zeros(n, dtype=torch.bool),
+        adapters=("a",) * n,
+        components=torch.tensor(list(zip(*parts.values(), strict=True))),
+        component_names=tuple(parts),
+    )
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_several_rewards_are_normalised_apart(seed: int) -> None:
     """With weights of named rewards; parts of a reward have none of their own, and are no rewards."""
@@ -170,22 +190,9 @@ def test_several_rewards_are_normalised_apart(seed: int) -> None:
     each = [[_grpo((values, groups, lengths), i) for i in range(len(rewards))] for values in (rewards, other)]
     whole = [a + 0.25 * b for a, b in zip(*each, strict=True)]
     want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
-    n = len(rewards)
-    batch = TrainBatch(
-        token_ids=torch.zeros(2 * n, dtype=torch.int32),
-        cu_seqlens=torch.arange(0, 2 * n + 1, 2),
-        loss_mask=torch.tensor([False, True] * n),
-        rollout_logprobs=torch.zeros(2 * n),
-        versions=torch.tensor([-1, 1] * n),
-        shared_starts=torch.zeros(n, dtype=torch.int64),
-        rewards=torch.tensor([a + 0.25 * b for a, b in zip(rewards, other, strict=True)], dtype=torch.float64),
-        group_ids=torch.tensor(groups),
-        sample_ids=torch.arange(n),
-        given=torch.zeros(n, dtype=torch.bool),
-        adapters=("a",) * n,
-        components=torch.tensor([[b, 9.0 * rng.random(), a] for a, b in zip(rewards, other, strict=True)]).double(),
-        component_names=("brief", "brief/words", "right"),
-    )
+    whole_rewards = [a + 0.25 * b for a, b in zip(rewards, other, strict=True)]
+    parts = {"brief": other, "brief/words": [9.0 * rng.random() for _ in rewards], "right": rewards}
+    batch = _batch(whole_rewards, groups, parts)
     built = build_algorithm(
         AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8, weights={"right": 1.0, "brief": 0.25}
     )
@@ -193,6 +200,22 @@ def test_several_rewards_are_normalised_apart(seed: int) -> None:
     assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-4), f"seed {seed}"
     alone = token_credit(built.advantage, replace(built.shaping, weights={"right": 1.0}), batch).advantages
     assert not torch.allclose(alone, got, atol=1e-3), "the second reward counts"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_named_parts_of_the_only_reward_are_rewards_if_they_add_up_to_it(adds_up: bool, seed: int) -> None:
+    """Else they are metrics, such as the turns of an environment."""
+    rng, (rewards, groups, lengths) = random.Random(seed), _case(seed)
+    other = [rng.choice([0.0, 2.0, rng.random()]) for _ in rewards]
+    total = [a + b * adds_up for a, b in zip(rewards, other, strict=True)]
+    each = [[_grpo((values, groups, lengths), i) for i in range(len(rewards))] for values in (rewards, other)]
+    whole = [a + b * adds_up for a, b in zip(*each, strict=True)]
+    want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
+    batch = _batch(total, groups, {"right": rewards, "turns": other})
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8)
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-3), f"seed {seed}"
 
 
 def test_a_sample_of_several_sequences_is_found_once() -> None:

@@ -230,6 +230,21 @@ def test_tokens_of_kept_caches_are_not_of_the_version_alone() -> None:
     assert (report.sums["fresh_tokens"], report.sums["stale_tokens"]) == (0, 32 * 20)
 
 
+def test_tokens_of_interrupted_answers_are_not_compared_along_routes() -> None:
+    """The server read the tokens before a change again under the newer version, along other routes than theirs."""
+    batch = _long(5, version=4)
+    at, sequence = torch.arange(batch.n_tokens) % 24, torch.arange(batch.n_tokens) // 24
+    after = (sequence >= 8) & (at == 23)
+    engine = RecordedEngine(batch.rollout_logprobs - 0.1 * after, batch)
+    versions = torch.where(batch.loss_mask & (sequence >= 8) & ~after, 3, batch.versions)
+    annotated = annotate(engine, make_adapter(), replace(batch, versions=versions))
+    with pytest.raises(AlignmentError, match="same version"):
+        learn(engine, make_adapter(), annotated, version=4, base_dtype="float32", lr=0.5)
+    routed = replace(annotated, routes=torch.zeros(batch.n_tokens, 2, 2, dtype=torch.int16))
+    report = learn(engine, make_adapter(), routed, version=4, base_dtype="float32", lr=0.5)
+    assert (report.sums["fresh_tokens"], report.sums["stale_tokens"]) == (8 * 20, 24 * 20)
+
+
 def _long(seed: int, version: int) -> TrainBatch:
     """32 answers of 20 tokens with distinct records, sampled by ``version``."""
     draw = torch.Generator().manual_seed(seed)

@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 from array import array
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,16 +169,18 @@ def own_logprobs(worker: Any) -> None:
     if not isinstance(runner, GPUModelRunner):
         raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
     draw = runner.sampler.topk_topp_sampler
-    truncated, apply_temperature = draw.forward, runner.sampler.apply_temperature
+    truncated = draw.forward
     kept, total = list[int](), torch.empty(0)
     """Rows of `KEPT` requests, and the log of the sums of their exponentials."""
 
-    def temper(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+    def begin(_: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         nonlocal kept, total
-        divided: torch.Tensor = apply_temperature(logits, *args)
-        kept = [row for row, name in enumerate(runner.input_batch.req_ids) if _extra(runner, name).get(KEPT)]
-        total = divided[kept].logsumexp(dim=-1, keepdim=True)  # here, because min_p works in place
-        return divided
+        batch = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
+        kept = [row for row, params in enumerate(batch) if params and (params.extra_args or {}).get(KEPT)]
+        # Here, because min_tokens and min_p work in place.
+        logits = (given[0] if given else named["logits"])[kept].float()
+        temperatures = torch.tensor([batch[row].temperature for row in kept], device=logits.device)
+        total = (logits / temperatures[:, None]).logsumexp(dim=-1, keepdim=True)
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None and not kept:
@@ -192,7 +195,8 @@ def own_logprobs(worker: Any) -> None:
             logprobs[kept] = whole.masked_fill_(cut[kept] == -torch.inf, -torch.inf)
         return sampled, logprobs
 
-    runner.sampler.apply_temperature, draw.forward = temper, forward
+    runner.sampler.register_forward_pre_hook(begin, with_kwargs=True)
+    draw.forward = forward
     plain = runner._get_prompt_logprobs_dict
 
     def tempered(temperature: float, logits: torch.Tensor) -> torch.Tensor:

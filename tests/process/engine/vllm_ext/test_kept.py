@@ -29,7 +29,10 @@ RULES: dict[str, dict[str, Any]] = {
     "all": {"top_k": 40, "top_p": 0.8, "min_p": 0.05, "temperature": 0.2},
     "all, cold": {"top_k": 3, "top_p": 0.95, "min_p": 0.01, "temperature": 0.06},
     "nothing": {"top_k": MOST_KEPT},
+    "no end": {"top_k": 5, "min_tokens": 24},
 }
+END = 1
+"""What ends an answer: no id before ``min_tokens``, though it has a part of the whole distribution."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ class Oracle:
 
     def check_rule(self, kept: list[int], logp: list[float], rule: dict[str, Any]) -> None:
         """They are the likeliest ids, as many as the rule keeps; rounding may decide about the last one."""
-        order = sorted(range(len(logp)), key=lambda i: -logp[i])
+        order = sorted((i for i in range(len(logp)) if i != END or not rule.get("min_tokens")), key=lambda i: -logp[i])
         assert min(logp[i] for i in kept) > logp[order[len(kept) - 1]] - ROUNDING
         allowed = set[int]()
         for shift in (-ROUNDING, ROUNDING):
@@ -134,7 +137,7 @@ def test_kept_ids_are_those_of_the_rule(server: RunningServer, oracle: Oracle) -
             oracle.check(PROMPT, choice, rule)
         print(f"{name}: {min(oracle.sizes)} to {max(oracle.sizes)} ids, mean {np.mean(oracle.sizes):.1f}")
         assert max(oracle.sizes) <= rule["top_k"]
-        assert name in ("top-k", "nothing") or min(oracle.sizes) < min(max(oracle.sizes), rule["top_k"])
+        assert {*rule} - {"top_k", "min_tokens"} == set() or min(oracle.sizes) < min(max(oracle.sizes), rule["top_k"])
     columns = msgspec.convert(whole["columns"], TokenColumns)
     assert not columns.n_kept
     want = server.logprobs(oracle.tensors[max(oracle.tensors)], PROMPT + columns.ids.tolist(), 1.3)[len(PROMPT) :]
