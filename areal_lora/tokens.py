@@ -106,8 +106,11 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenColumns]) -> TokenColumns:
-        """One after the other. Where some have routes or kept ids, the tokens of the others have none."""
+        """In turn, a version in one run. Where some have routes or kept ids, the others' tokens have none."""
         each = {name: b"".join([getattr(part, name) for part in parts]) for name in cls.__struct_fields__}
+        runs = memoryview(each["versions"]).cast("i").tolist()
+        versions = groupby(zip(runs[::2], runs[1::2], strict=True), lambda run: run[0])
+        each["versions"] = array("i", [n for v, found in versions for n in (v, sum(run[1] for run in found))]).tobytes()
         if width := max([len(part.routes) // len(part) for part in parts if part.routes], default=0):
             each["routes"] = b"".join([part.routes or b"\xff" * (width * len(part)) for part in parts])
         if each["n_kept"]:

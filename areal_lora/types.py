@@ -22,10 +22,12 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
-from areal_lora.tokens import MOST_KEPT as MOST_KEPT
-from areal_lora.tokens import ArrayLike as ArrayLike
-from areal_lora.tokens import RouteShape as RouteShape
-from areal_lora.tokens import TokenColumns as TokenColumns
+from areal_lora.tokens import (
+    MOST_KEPT as MOST_KEPT,
+    ArrayLike as ArrayLike,
+    RouteShape as RouteShape,
+    TokenColumns as TokenColumns,
+)
 
 if TYPE_CHECKING:
     import torch

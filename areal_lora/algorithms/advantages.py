@@ -356,18 +356,13 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
 
 def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> dict[str, Tensor]:
-    """`Samples.parts` and their weights of the sequences ``samples``; empty for a reward without named parts.
-
-    Those of an only reward count if they add up to it: else some are metrics.
-    """
+    """`Samples.parts` and weights of ``samples``; empty without any, or if an only reward is not their sum: metrics."""
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
         return {}
-    columns = [batch.component_names.index(name) for name in names]
-    parts = batch.components.double()[samples][:, columns]
-    if not weights and not torch.allclose(parts.sum(1), batch.rewards.double()[samples], rtol=1e-5, atol=1e-5):
-        return {}
-    return {"parts": parts, "weights": parts.new_tensor([weights.get(name, 1.0) for name in names])}
+    parts = batch.components.double()[samples][:, [batch.component_names.index(name) for name in names]]
+    add_up = weights or torch.allclose(parts.sum(1), batch.rewards.double()[samples], rtol=1e-5, atol=1e-5)
+    return {"parts": parts, "weights": parts.new_tensor([weights.get(name, 1.0) for name in names])} if add_up else {}
 
 
 def _by_critic(

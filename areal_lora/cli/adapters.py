@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from areal_lora.cli.find_run import aligned, find_run, run_names
 from areal_lora.config.load import read_source
 from areal_lora.errors import ConfigError, RolloutError
-from areal_lora.network.direct import open_url
+from areal_lora.network.addresses import on_loopback
 from areal_lora.run_folder.paths import RunFolder, replacing
 from areal_lora.run_folder.rendezvous import read_endpoint
 
@@ -142,9 +141,9 @@ def keys(
         for found in client.get("/v1/tenants")["tenants"]:
             print(f"{found['tenant']}: keys {', '.join(found['keys']) or 'none'}")
         return
-    path = f"/v1/tenants/{quote(tenant, safe='')}/keys"
+    path = f"/v1/tenants/{urllib.parse.quote(tenant, safe='')}/keys"
     if remove:
-        client.delete(f"{path}/{quote(label, safe='')}")
+        client.delete(f"{path}/{urllib.parse.quote(label, safe='')}")
         print(f"{tenant}: key {label} has ended")
         return
     client.post("/v1/tenants", {"tenant": tenant, "quota": dict(_limit(text) for text in quota or [])})
@@ -156,7 +155,7 @@ def _wanted(changed: dict[str, Any]) -> None:
 
 
 def _path(name: str, *more: str) -> str:
-    return "/".join(["/v1/adapters", quote(name, safe=""), *more])
+    return "/".join(["/v1/adapters", urllib.parse.quote(name, safe=""), *more])
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -262,3 +261,11 @@ def _refused(error: urllib.error.HTTPError) -> ConfigError:
         return ConfigError(detail["path"], detail["reason"], detail["fix"])
     except (ValueError, KeyError, TypeError):
         return ConfigError(str(error.url), f"it answers {error.code}", "check that it is the service of a run")
+
+
+def open_url(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+    """As ``urllib.request.urlopen``. ``http_proxy`` is not used for loopback: it would get the key, and not answer."""
+    to_itself = on_loopback(urllib.parse.urlsplit(request.full_url).hostname or "")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if to_itself else None))
+    answer: http.client.HTTPResponse = opener.open(request, timeout=timeout_s)
+    return answer

@@ -19,13 +19,13 @@ from typing import Annotated, Any
 import typer
 
 from areal_lora.checkpoint.recover import pick_version
+from areal_lora.cli.adapters import open_url
 from areal_lora.cli.find_run import Adapter, Run, Version, open_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.launcher.supervise import handled
-from areal_lora.network.direct import open_url
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets

@@ -22,8 +22,7 @@ from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.cli.find_run import Run, aligned, is_free, local_processes, open_run
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
-from areal_lora.launcher.slurm.job_query import look as look_up
-from areal_lora.launcher.slurm.job_query import lost_nodes, placement, submitted_job
+from areal_lora.launcher.slurm.job_query import look as look_up, lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Holder, holder
 from areal_lora.network.addresses import look as interfaces

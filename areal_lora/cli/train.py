@@ -18,13 +18,10 @@ from areal_lora.config.recorded import moved_here, read_config
 from areal_lora.doctor.checks import Level
 from areal_lora.doctor.examine import canary_config, examine
 from areal_lora.errors import ConfigError, ExitCode
-from areal_lora.launcher import spares
-from areal_lora.launcher import sweep as sweeps
-from areal_lora.launcher.dry_run import explain_resume as resume_lines
-from areal_lora.launcher.dry_run import print_plan
+from areal_lora.launcher import spares, sweep as sweeps
+from areal_lora.launcher.dry_run import explain_resume as resume_lines, print_plan
 from areal_lora.launcher.plan import SERVER
-from areal_lora.launcher.run import prepare
-from areal_lora.launcher.run import run as start
+from areal_lora.launcher.run import prepare, run as start
 from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import read_metrics

@@ -24,8 +24,7 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
-from areal_lora.launcher import plan as roles
-from areal_lora.launcher import restarts
+from areal_lora.launcher import plan as roles, restarts
 from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving

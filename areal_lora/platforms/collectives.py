@@ -3,7 +3,9 @@
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
 except ImportError:
-    from torch.distributed import all_gather_into_tensor as all_gather_single
-    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+    from torch.distributed import (
+        all_gather_into_tensor as all_gather_single,
+        reduce_scatter_tensor as reduce_scatter_single,
+    )
 
 __all__ = ["all_gather_single", "reduce_scatter_single"]

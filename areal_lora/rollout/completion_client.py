@@ -173,13 +173,11 @@ class _PartReader:
 
 
 def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
-    columns = TokenColumns.joined([part.columns for part in parts])
-    runs = TokenColumns.of(columns.ids, columns.scores, columns.each_version.tolist()).versions  # one for a version
     return SampledChoice(
         index=index,
         finish_reason=parts[-1].finish_reason or None,
         text="".join(part.text for part in parts),
-        columns=msgspec.structs.replace(columns, versions=runs),
+        columns=TokenColumns.joined([part.columns for part in parts]),
         logprobs=TokenLogprobs(top_ids=[row for part in parts for row in part.top_logprobs or ()] or None),
     )
 

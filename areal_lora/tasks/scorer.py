@@ -25,7 +25,6 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -336,7 +335,7 @@ class RewardSum:
         self._kinds = [reward.kind for reward in rewards]
         self._weights = weights or [1.0] * len(rewards)
         self._pools = [ScorerPool(reward, hidden=hidden) for reward in rewards]
-        self._stack = AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
         self._seconds: list[float] = []
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
@@ -361,7 +360,7 @@ class RewardSum:
         return found
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             for pool in self._pools:
                 await stack.enter_async_context(pool)
             self._stack = stack.pop_all()

@@ -24,28 +24,28 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 876,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
-    "algorithms": 1568,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
-    "checkpoint": 1438,  # a save starts before its copies are complete; files are synced as they are written
-    "cli": 2346,  # serve-remote; sweep; plan --simulate; pages; chats of two versions, kept; restart-servers
-    "config": 4523,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, rules of fp8
-    "data": 853,  # checks in chunks; equal attention; parts; clients' groups, micro-batches in linear time; order
+    "": 880,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
+    "algorithms": 1569,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
+    "checkpoint": 1441,  # a save starts before its copies are complete; files synced as they are written; a name taken over
+    "cli": 2361,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
+    "config": 4532,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, rules of fp8; homes
+    "data": 862,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 982,
-    "engine": 11448,  # structured outputs; remote; routes; kept ids, caches; stages; exchange sizes; order of publishes
-    "families": 1402,  # FLOPs of passes; sizes of routes; the modules of targets
-    "launcher": 4834,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
-    "library": 472,  # loss, advantage
+    "engine": 11468,  # structured outputs; remote; routes; kept ids, caches; stages; sizes; order; parsers that fail
+    "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
+    "launcher": 4837,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
+    "library": 474,  # loss, advantage
     "network": 1025,  # listening; types of /v1/tool_calls and schemas; the client of served models; replies in parts
-    "obs": 4647,  # every rollout, its turns; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; charts
+    "obs": 4694,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
     "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 153,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
+    "platforms": 155,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8429,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; bad text
+    "rollout": 8448,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
     "run_folder": 1094,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
-    "service": 5434,  # refusals of AdamW's values name their field; the log is cut where durable; a quota; decoders
-    "tasks": 3216,  # the time of scoring; reward models; mapped rows, rows by column; bad text
-    "trainer": 4176,  # parts of a batch, routes, kept ids; causes of a mismatch, stale routes; kept caches; audits
+    "service": 5446,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
+    "tasks": 3230,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
+    "trainer": 4183,  # parts of a batch, routes, kept ids; causes of a mismatch, stale routes; kept caches; audits
     "weight_sync": 5567,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors
 }
 """Lines of each room; those of the package's own files are under the empty name."""

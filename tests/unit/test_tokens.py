@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -47,6 +48,7 @@ def test_columns_hold_what_lists_held(_: int) -> None:
         assert columns.masses.tolist() == masses
         assert columns.n_sampled == sum(version >= 0 for _, _, version in want)
         found = [version for _, _, version in want if version >= 0]
+        assert len(columns.runs) == sum(a != b for a, b in pairwise([None, *(version for _, _, version in want)]))
         assert sorted(version for version, n in columns.sampled for _ in range(n)) == sorted(found)
         assert not found or columns.span == (min(found), max(found))
 

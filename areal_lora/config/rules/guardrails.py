@@ -6,10 +6,12 @@ this folder that yields findings.
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules import adapter_rules as adapters
-from areal_lora.config.rules import algorithm_rules as algorithms
-from areal_lora.config.rules import layout_rules as layout
-from areal_lora.config.rules import memory_rules as memory
+from areal_lora.config.rules import (
+    adapter_rules as adapters,
+    algorithm_rules as algorithms,
+    layout_rules as layout,
+    memory_rules as memory,
+)
 from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
 from areal_lora.errors import ConfigError
 

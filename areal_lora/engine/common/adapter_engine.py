@@ -29,8 +29,7 @@ from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
-from areal_lora.engine.common import adapter_memory
-from areal_lora.engine.common import micro_batches as micro
+from areal_lora.engine.common import adapter_memory, micro_batches as micro
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass, copy_state
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups

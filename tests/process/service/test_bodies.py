@@ -24,8 +24,7 @@ from tests.support.edges import CHANGES, MESSAGE_CHANGES, RAW, change_message, c
 from tests.support.service.hostile import typed
 from tests.support.service.running import section
 from tests.support.sizes import size
-from tests.support.tinker.hostile import NEVER
-from tests.support.tinker.hostile import bodies as right_bodies
+from tests.support.tinker.hostile import NEVER, bodies as right_bodies
 from tests.support.tinker.scripted import ScriptedRun
 from tests.support.tinker.tenant_world import API, PROTOBUF, TOKENS, World, check, pass_body, settle
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.weight_sync.manifest import adapter_digest
 from tests.support.clocks import seen, wait_until
-from tests.support.weight_sync import SOCKETS
-from tests.support.weight_sync import processes as ps
+from tests.support.weight_sync import SOCKETS, processes as ps
 from tests.support.weight_sync.helpers import packed, share
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

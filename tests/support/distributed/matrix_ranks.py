@@ -272,8 +272,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     """All families and adapters in one layout; returns how many combinations were checked."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils import megatron_model
-    from areal_lora.engine.megatron_utils import megatron_model as base
+    from areal_lora.engine.megatron_utils import megatron_model, megatron_model as base
 
     count = 0
     config = TrainerConfig(

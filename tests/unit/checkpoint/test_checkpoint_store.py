@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.checkpoint_store import plan_deletions, versions_in
-from areal_lora.checkpoint.recover import ResumePlan as Plan
-from areal_lora.checkpoint.recover import find, tidy
+from areal_lora.checkpoint.recover import ResumePlan as Plan, find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Disk, Evaluation, files_of, read_files
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.errors import AdapterError, UnknownTensorError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.cli import app
-from areal_lora.cli import train as verbs
+from areal_lora.cli import app, train as verbs
 from tests.support.obs.fake_run import make_run
 from tests.support.paths import EXAMPLES
 

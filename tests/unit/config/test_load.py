@@ -229,7 +229,6 @@ def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypa
     assert load_config([MOE], ["model.path=absent"]).model.path == "absent"
 
 
-@pytest.mark.parametrize(("env", "found"), [("own.py:Own", "{folder}/own.py:Own"), ("own", "own")])
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     config = load_config([MOE], ["run.root=~/runs", "model.path=~/model", "adapters.0.init_from=~no-such-user/x"])
@@ -237,6 +236,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.model.path, config.adapters[0].init_from) == ("/somewhere/model", "~no-such-user/x")
 
 
+@pytest.mark.parametrize(("env", "found"), [("own.py:Own", "{folder}/own.py:Own"), ("own", "own")])
 def test_a_class_in_a_file_is_found_beside_the_configuration_and_a_package_keeps_its_name(
     tmp_path: Path, env: str, found: str
 ) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from areal_lora.data.collate import MicroPlan, Tree, find_trees, groups_of_starts, plan_microbatches
 from areal_lora.data.packed_groups import shared_starts

@@ -3,8 +3,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.tasks.rewards import MAX_DIGITS, extract_answer, numeric_match, parse_number
 from tests.support.paths import ROOT

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.weight_sync.kernels import BF16, F16, F32, N_KEYS, Block, Marks, TensorBlocks, fingerprints, multipliers
 

@@ -4,8 +4,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.errors import ManifestError, RefusalReason
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout, plan_buckets

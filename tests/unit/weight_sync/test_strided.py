@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.kernels import ITEM_BYTES, Block, TensorBlocks

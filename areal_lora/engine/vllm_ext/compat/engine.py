@@ -6,7 +6,6 @@ import signal
 import socket
 import stat
 from array import array
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,10 +172,12 @@ def own_logprobs(worker: Any) -> None:
     kept, total = list[int](), torch.empty(0)
     """Rows of `KEPT` requests, and the log of the sums of their exponentials."""
 
-    def begin(_: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         nonlocal kept, total
         batch = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
         kept = [row for row, params in enumerate(batch) if params and (params.extra_args or {}).get(KEPT)]
+        if not kept:
+            return
         # Here, because min_tokens and min_p work in place.
         logits = (given[0] if given else named["logits"])[kept].float()
         temperatures = torch.tensor([batch[row].temperature for row in kept], device=logits.device)
@@ -189,13 +190,13 @@ def own_logprobs(worker: Any) -> None:
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first, because truncation works in place
         if kept and k is not None:
             logits[kept] = keep_first(logits[kept], k[kept])
-        whole = logits[kept] - total
+        whole = logits[kept] - total if kept else None
         sampled, cut = truncated(logits, generators, k, p)
-        if kept and cut is not None:
+        if whole is not None and cut is not None:
             logprobs[kept] = whole.masked_fill_(cut[kept] == -torch.inf, -torch.inf)
         return sampled, logprobs
 
-    runner.sampler.register_forward_pre_hook(begin, with_kwargs=True)
+    runner.sampler.register_forward_pre_hook(before, with_kwargs=True)
     draw.forward = forward
     plain = runner._get_prompt_logprobs_dict
 

@@ -20,7 +20,6 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -116,7 +115,7 @@ class ServedAdapters:
         """Has sequences continue on the given version. Awaited when requests can name it, before its publish is
         acknowledged."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def lease(
         self,
         model: str,
@@ -215,7 +214,7 @@ class ServedAdapters:
         log.info("%s is live in slot %d: %s", ref, commit.slot, phases)
         return reply
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _turn(self, what: str, deadline: float) -> AsyncIterator[None]:
         """Wait for the previous publish or join. Raises PublishError at the deadline (``late_turn``)."""
         try:
@@ -294,7 +293,7 @@ class ServedAdapters:
         assert len(staged) == len(answers), "a Receive is answered with its result"
         return staged
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _alone(self, ref: AdapterRef, staged: list[StageResult], deadline: float) -> AsyncIterator[float]:
         """With merged weights, let no request run meanwhile; yield the seconds that this took.
 

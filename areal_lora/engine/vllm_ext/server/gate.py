@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ class Gate:
         """Wait until requests may enter. Enter before the next ``await``."""
         await self._open.wait()
 
-    @contextmanager
+    @contextlib.contextmanager
     def inside(self, *, pinned: bool) -> Iterator[None]:
         """Count a request in. Raises PublishError where the caller did not wait, UnknownVersionError if it is ended."""
         if not self.is_open:
@@ -62,7 +61,7 @@ class Gate:
     def holds_pinned(self) -> bool:
         return any(request.pinned for request in self._inside)
 
-    @contextmanager
+    @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Let no request enter meanwhile."""
         self._open.clear()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.engine.layers import recompute as module
-from areal_lora.engine.layers import varlen
+from areal_lora.engine.layers import recompute as module, varlen
 from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
 from areal_lora.engine.layers.attention import AttentionPlan, Segment, attend
 from areal_lora.engine.layers.recompute import recompute

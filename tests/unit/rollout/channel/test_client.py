@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.channel import client as verbs
+from areal_lora.rollout.channel import channel_messages as m, client as verbs
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.channel.client import ControllerClient, Reminders
 from areal_lora.run_folder.rendezvous import Endpoint

@@ -15,8 +15,7 @@ from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.controller import controller as controller_module
-from areal_lora.rollout.controller import groups
+from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.pacing import Claim, GroupTally
 from areal_lora.rollout.ledger.ledger import LedgerError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.errors import RequestError
 from areal_lora.run_folder.paths import DesiredPhase

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from areal_lora.run_folder.paths import NAME as RUN_NAME
-from areal_lora.run_folder.paths import DesiredPhase
+from areal_lora.run_folder.paths import NAME as RUN_NAME, DesiredPhase
 from areal_lora.service.queue.queue_rows import NAME, TENANT, AdapterRow, Tables, digest_of, new_key
 
 

@@ -10,8 +10,7 @@ import psutil
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.tasks.sandbox import fence
-from areal_lora.tasks.sandbox import fence as fence_module
+from areal_lora.tasks.sandbox import fence, fence as fence_module
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
 from tests.support.clocks import wait_until

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_lora.network.direct import open_url
+from areal_lora.cli.adapters import open_url
 
 ANSWER = b"HTTP/1.0 200 OK\r\nContent-Length: 6\r\n\r\nanswer"
 
