@@ -26,9 +26,9 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 880,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
     "algorithms": 1569,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
-    "checkpoint": 1441,  # a save starts before its copies are complete; files synced as they are written; a name taken over
+    "checkpoint": 1441,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2361,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4532,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, rules of fp8; homes
+    "config": 4532,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
     "data": 862,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 982,
