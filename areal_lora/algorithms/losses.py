@@ -207,10 +207,26 @@ def dppo(clip: Clip, tokens: Tokens) -> Objective:
     return Objective(value=torch.where(clipped, ratio.detach(), ratio) * tokens.advantages, clipped=clipped)
 
 
+def kpop(clip: Clip, tokens: Tokens) -> Objective:
+    """``r A``, without gradient where the binary KL divergence of p and p_old exceeds a bound.
+
+    KPop (Guo et al., ringtech.notion.site/kpop), beside its authors' IcePop (arXiv 2510.18855). Two events: this token,
+    any other. The ratio's band is wide for a rare token. ``high`` bounds KL(p || p_old), ``low`` KL(p_old || p).
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old)
+    p, old = (each.detach().exp().clamp(1e-6, 1 - 1e-6) for each in (tokens.logprobs, tokens.old))
+    clipped = (_binary_kl(p, old) > clip.high) | (_binary_kl(old, p) > clip.low)
+    return Objective(value=torch.where(clipped, ratio.detach(), ratio) * tokens.advantages, clipped=clipped)
+
+
+def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    return p * (p / q).log() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).log()
+
+
 Loss = Callable[[Clip, Tokens], Objective]
 # fmt: off
 LOSSES: Mapping[str, Loss] = {
-    "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "sapo": sapo, "dppo": dppo,
+    "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "sapo": sapo, "dppo": dppo, "kpop": kpop,
 }
 # fmt: on
 

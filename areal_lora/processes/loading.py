@@ -28,7 +28,7 @@ def load_import_path(text: str) -> Any:
         else:
             _search(os.getcwd())
             module = importlib.import_module(place)
-    except Exception as error:  # fault boundary: a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # fault boundary: a user's module may fail in any way, and end us
         raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", "correct the code") from error
     try:
         return getattr(module, name)  # not vars(): a module may define __getattr__

@@ -307,13 +307,8 @@ class FolderInbox:
         except Unavailable as unavailable:
             log.warning("%s is read again later: %s", path, unavailable)
             return
-        except (
-            RequestError,
-            ConfigError,
-            UnicodeError,
-            TypeError,
-            RecursionError,
-        ) as refused:  # also what no JSON holds
+        except (RequestError, ConfigError, UnicodeError, TypeError, RecursionError) as refused:
+            # The last three: what no JSON holds.
             self._refused[path.name] = mark
             log.warning("%s is refused: %s", path, refused)
             write_file(error, f"{refused}\n")

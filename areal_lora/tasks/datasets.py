@@ -87,14 +87,14 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 place = f"{path}:{number}"
                 try:
                     yield place, json.loads(line.decode("utf-8"))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(place, f"not a line of JSON: {error}", "correct or remove the line") from error
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"not JSON: {error}", "write a list of objects, or use JSONL") from error
     if not isinstance(content, list):
         raise ConfigError(str(path), "holds no list of objects", "write [{...}, {...}], or use JSONL")

@@ -80,7 +80,7 @@ _KIND_OF = {"qwen3_moe": "", "qwen3": "dense"}
 
 _LOSS_OF = {"gspo": "gspo", "cispo": "cispo", "opo": "reinforce", "gpg": "reinforce", "remax": "reinforce"}
 _LOSS_OF |= {"tis": "TIS", "mis": "MIS of sequences", "geo_mis": "MIS of geometric means", "icepop": "IcePop"}
-_LOSS_OF |= {"sapo": "sapo", "dppo": "dppo"}
+_LOSS_OF |= {"sapo": "sapo", "dppo": "dppo", "kpop": "kpop"}
 _DISTILL = (
     "tests/unit/algorithms/test_advantages_credit.py::"
     "test_distillation_adds_each_tokens_reverse_divergence_to_its_own_advantage"

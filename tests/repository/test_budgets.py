@@ -25,10 +25,10 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 880,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
-    "algorithms": 1569,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
+    "algorithms": 1585,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1441,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2361,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4532,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
+    "config": 4533,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
     "data": 862,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 982,
@@ -43,7 +43,7 @@ LINES = {
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8448,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
     "run_folder": 1094,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
-    "service": 5446,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
+    "service": 5441,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
     "tasks": 3230,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
     "trainer": 4183,  # parts of a batch, routes, kept ids; causes of a mismatch, stale routes; kept caches; audits
     "weight_sync": 5567,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors

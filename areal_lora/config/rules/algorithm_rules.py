@@ -93,7 +93,7 @@ def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if chosen.loss == "reinforce":
         for key in ("eps_clip", "eps_clip_high", "dual_clip"):
             yield key, "loss reinforce has no ratio to clip"
-    if chosen.loss in ("cispo", "sapo", "dppo"):
+    if chosen.loss in ("cispo", "sapo", "dppo", "kpop"):
         yield "dual_clip", f"loss {chosen.loss} does not bound the objective"
     if chosen.behaviour_correction in ("none", "in_ratio"):
         for key in ("behaviour_level", "behaviour_cap"):

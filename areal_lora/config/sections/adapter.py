@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, FiniteFloat, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
@@ -17,7 +17,7 @@ from areal_lora.types import MOST_KEPT, AdapterSpec, ExpertLayout
 # fmt: off
 Kind = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "dapo", "gspo", "cispo", "tis",
-    "mis", "geo_mis", "icepop", "sapo", "dppo", "maxrl", "gdpo", "remax", "ppo", "distill",
+    "mis", "geo_mis", "icepop", "sapo", "dppo", "kpop", "maxrl", "gdpo", "remax", "ppo", "distill",
 ]
 AdvantageName = Literal[
     "grpo", "dr_grpo", "gdpo", "maxrl", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "batch",
@@ -25,7 +25,7 @@ AdvantageName = Literal[
 ]
 # fmt: on
 Difficulty = Literal["uniform", "learnability"]
-LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo"]
+LossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo", "kpop"]
 UserFunction = Annotated[str, Field(pattern=r":"), Tag(tasks.USER)]
 """`package.module:name` or `file.py:name`."""
 named_or_path = Discriminator(lambda value: tasks.USER if isinstance(value, str) and ":" in value else tasks.NAMED)
@@ -48,6 +48,7 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "icepop": {"behaviour_floor": 0.5},
     "sapo": {"loss": "sapo"},
     "dppo": {"loss": "dppo", "behaviour_correction": "in_ratio"},
+    "kpop": {"loss": "kpop", "eps_clip": 0.1, "behaviour_correction": "in_ratio"},
     "maxrl": {"advantage": "maxrl"},
     "gdpo": {"advantage": "gdpo"},
     "remax": {"advantage": "remax", "loss": "reinforce", "kl_estimator": "k1", "kl_in": "reward"},
@@ -64,8 +65,8 @@ class AlgorithmConfig(Section):
     """How the answers' rewards become advantages: a row of its table, or `file.py:name` of a function."""
     loss: Annotated[LossName, Tag(tasks.NAMED)] | UserFunction = Field("ppo", discriminator=named_or_path)
     """`ppo`: clipped ratio of each token; `gspo`: of each sequence; `cispo`: clipped weight of the log-probability;
-    `reinforce`: no ratio; `sapo`: a smooth gate of the ratio; `dppo`: the clip bounds the probability's change; or
-    `file.py:name` of a function."""
+    `reinforce`: no ratio; `sapo`: a smooth gate of the ratio; `dppo`: the clip bounds the probability's change;
+    `kpop`: its divergence; or `file.py:name` of a function."""
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio: not below 1 - `eps_clip`.")
     eps_clip_high: PositiveFloat | None = Field(None, description="Not above 1 + `eps_clip_high`; `eps_clip` if unset.")
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -255,7 +256,7 @@ class AdapterConfig(Section):
     workflow: tasks.WorkflowConfig = tasks.SingleTurnWorkflowConfig()
     reward: tasks.RewardsConfig = tasks.BuiltInReward()
     """One reward, or a list: their weighted sum; the first one states `correct`."""
-    reward_weights: list[FiniteFloat] = Field([], description="Factors of the rewards in the sum; each 1 if empty.")
+    reward_weights: list[float] = Field([], description="Factors of the rewards in the sum; each 1 if empty.")
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig

@@ -32,7 +32,7 @@ Scalar = str | int | float | bool | None
 class Section(BaseModel):
     """Immutable; unknown keys are rejected. A description of a key that is longer than its line stands below it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ServedModel(Section):

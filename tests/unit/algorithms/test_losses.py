@@ -61,6 +61,13 @@ VARIANTS = {
         ratio="rollout",
         behaviour=replace(MASK, correction="none"),
     ),
+    "kpop": replace(
+        TERMS,
+        loss=LOSSES["kpop"],
+        clip=Clip(low=0.004, high=0.006),
+        ratio="rollout",
+        behaviour=replace(MASK, correction="none"),
+    ),
     "IcePop": replace(TERMS, behaviour=replace(MASK, floor=0.7, cap=1.5)),
     "k1": replace(TERMS, kl=ESTIMATORS["k1"]),
     "k2": replace(TERMS, kl=ESTIMATORS["k2"]),
@@ -108,6 +115,11 @@ def _loop(
             elif name == "dppo":
                 moved = math.exp(still[t]) - math.exp(old[t])
                 stays = moved > terms.clip.high if a > 0 else moved < -terms.clip.low
+                objective = (math.exp(still[t] - old[t]) if stays else r) * a
+            elif name == "kpop":
+                p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (still[t], old[t]))
+                there, back = (x * math.log(x / y) + (1 - x) * math.log((1 - x) / (1 - y)) for x, y in ((p, q), (q, p)))
+                stays = there > terms.clip.high or back > terms.clip.low
                 objective = (math.exp(still[t] - old[t]) if stays else r) * a
             else:
                 objective = min(r * a, min(max(r, low), high) * a)

@@ -33,14 +33,14 @@ log = get_logger(__name__)
 class ToolCallParsers:
     """The parsers by name.
 
-    Raises ConfigError for a name that is neither vLLM's nor that of a ToolParser class, and for a parser that cannot
-    read whole answers, or lacks its tokens in this tokenizer.
+    Raises ConfigError for a name that is neither vLLM's nor that of a ToolParser class, and with a ``tokenizer`` for a
+    parser that cannot read whole answers, or lacks its tokens there.
     """
 
     def __init__(self, tokenizer: Any, names: Iterable[str]) -> None:
         self._tokenizer = tokenizer
         self._classes = {name: _parser_class(name) for name in names}
-        for name, parser in self._classes.items():
+        for name, parser in self._classes.items() if tokenizer is not None else ():
             try:
                 parser(tokenizer, []).extract_tool_calls("", ChatCompletionRequest(messages=[]))
             except RuntimeError as error:

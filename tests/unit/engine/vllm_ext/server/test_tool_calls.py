@@ -57,7 +57,7 @@ def test_a_text_in_which_a_parser_fails_has_no_calls(text: str, caplog: pytest.L
 )
 def test_a_wrong_name_is_an_error_of_the_configuration(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        tool_calls.ToolCallParsers(None, [name])
+        tool_calls.ToolCallParsers(object(), [name])
 
 
 @pytest.mark.parametrize(("parser", "tools"), [("pythonic", TOOLS), (OWN, [{"type": "function"}])])
