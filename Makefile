@@ -1,7 +1,7 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
-# make test    run the test suite, two files at a time and a third one that waits; LANES=0 runs one
-# make test-unit  the tests that start no real Megatron, vLLM or gloo process
+# make test    run the test suite, two files at a time; LANES=0 runs one
+# make test-unit  the tests that start no real Megatron, vLLM or gloo process, three files at a time: most of them wait
 # make test-all  the same with nightly sizes: more seeds, samples and publishes
 # make test-gpu   the tests that need a CUDA GPU (tests/gpu/README.md); each takes at most 10 minutes
 # make check   ruff (format and rules), import-linter and mypy, which the test suite runs as well
@@ -11,7 +11,7 @@
 unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 PYTHON ?= $(PY)
-LANES ?= 3
+LANES ?= 2
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
 setup: .venv/.ready
@@ -25,6 +25,7 @@ demo: setup
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(LANES) $(ARGS)
 
+test-unit: LANES = 3
 test-unit: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(LANES) -m "not slow" tests/unit tests/repository tests/examples tests/benchmarks $(ARGS)
 

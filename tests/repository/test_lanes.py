@@ -10,20 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.lanes import LONG, TIMED, TOGETHER, WAITING, WHOLE_RUNS, Lanes, clash, group, turn
+from tests.support.lanes import LONG, TIMED, TOGETHER, WHOLE_RUNS, Lanes, clash, group, turn
 from tests.support.paths import ROOT
 
 
 class Lane:
     """A worker of pytest-xdist, and the tests that it was given."""
 
-    def __init__(self, tests: list[str]) -> None:
-        self.tests, self.given = tests, list[str]()
+    def __init__(self) -> None:
+        self.given: list[str] = []
         self.shutting_down = False
         self.gateway = SimpleNamespace(id="a lane")
 
     def send_runtest_some(self, indices: list[int]) -> None:
-        self.given += [self.tests[index] for index in indices]
+        self.given += [COLLECTED[index] for index in indices]
 
     def shutdown(self) -> None:
         self.shutting_down = True
@@ -40,7 +40,7 @@ COLLECTED = [
 
 
 def test_places_exist() -> None:
-    named = [*WHOLE_RUNS, *TIMED, *LONG, *WAITING, *(path for paths in TOGETHER.values() for path in paths)]
+    named = [*WHOLE_RUNS, *TIMED, *LONG, *(path for paths in TOGETHER.values() for path in paths)]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -59,7 +59,7 @@ def test_the_group_of_a_file_and_its_turn(path: str, name: str, number: int) -> 
 
 
 def test_a_group_keeps_its_lane_and_whole_runs_are_not_side_by_side(pytestconfig: pytest.Config) -> None:
-    lanes, (one, other) = scheduled(pytestconfig, COLLECTED)
+    lanes, (one, other) = scheduled(pytestconfig)
     assert one.given == COLLECTED[:3]
     assert other.given == COLLECTED[4:8], "not the other whole run"
     for index in (4, 5):
@@ -73,39 +73,24 @@ def test_a_group_keeps_its_lane_and_whole_runs_are_not_side_by_side(pytestconfig
 
 
 def test_a_whole_run_is_not_kept_back_where_nothing_else_remains(pytestconfig: pytest.Config) -> None:
-    lanes, (one, other) = scheduled(pytestconfig, COLLECTED)
+    lanes, (one, other) = scheduled(pytestconfig)
     for index in (4, 5, 6, 7, 8, 9):
         lanes.mark_test_complete(other, index)
     assert one.given == COLLECTED[:3]
     assert other.given == [*COLLECTED[4:], COLLECTED[3]]
 
 
-def test_a_third_lane_runs_what_waits_and_then_ends(pytestconfig: pytest.Config) -> None:
-    tests = [
-        *(f"tests/e2e/test_a.py::test_{n}" for n in range(3)),
-        *(f"tests/unit/test_c.py::test_{n}" for n in range(3)),
-        *(f"tests/unit/rollout/test_d.py::test_{n}" for n in range(3)),
-        "tests/unit/test_e.py::test_1",
-    ]
-    lanes, given = scheduled(pytestconfig, tests, 3)
-    assert [lane.given for lane in given] == [tests[:3], tests[3:6], tests[6:9]]
-    lanes.mark_test_complete(given[2], 6)
-    assert given[2].shutting_down, "the file that remains is for the others"
-    lanes.mark_test_complete(given[1], 3)
-    assert given[1].given == [*tests[3:6], tests[9]]
-
-
-def scheduled(config: pytest.Config, tests: list[str], count: int = 2) -> tuple[Lanes, list[Lane]]:
+def scheduled(config: pytest.Config) -> tuple[Lanes, tuple[Lane, Lane]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config.option, "tx", ["popen"] * count)
+        patch.setattr(config.option, "tx", ["popen", "popen"])
         patch.setattr(config.option, "loadscopereorder", False)
-        lanes, given = Lanes(config), [Lane(tests) for _ in range(count)]
-        for lane in given:
+        lanes, both = Lanes(config), (Lane(), Lane())
+        for lane in both:
             lanes.add_node(lane)  # type: ignore[arg-type]
-        for lane in given:
-            lanes.add_node_collection(lane, tests)  # type: ignore[arg-type]
+        for lane in both:
+            lanes.add_node_collection(lane, COLLECTED)  # type: ignore[arg-type]
         lanes.schedule()
-    return lanes, given
+    return lanes, both
 
 
 @pytest.mark.parametrize(

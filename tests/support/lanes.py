@@ -1,8 +1,8 @@
-"""Lanes of the suite (``pytest -n 3``): what shares a lane, what is begun first, and what is not run side by side.
+"""Two lanes of the suite (``pytest -n 2``): what shares a lane, what is begun first, and what is not run side by side.
 
 A file is a group, so what its fixtures hold is made once; files that share a session's fixture are one group. Groups
 of whole runs take both cores: while one lane has one, the other gets neither a whole run nor a test that measures
-time, as long as there are other groups. A third lane runs the groups that wait more than they compute.
+time, as long as there are other groups.
 """
 
 from __future__ import annotations
@@ -38,17 +38,6 @@ TIMED = (
 LONG = ("tests/process", "tests/soak", "tests/repository/test_types.py", "tests/unit/tasks", "tests/unit/launcher")
 """Groups outside of whole runs that are begun first: at the end of the suite only short ones are to be waited for."""
 
-WAITING = (
-    *TOGETHER["slurm"],
-    "tests/process/launcher/test_rolling.py",
-    "tests/unit/tasks",
-    "tests/unit/launcher",
-    "tests/unit/rollout",
-)
-"""Groups that use a core for about half of their time."""
-FULL_LANES = 2
-"""Lanes that run any group: one a core."""
-
 
 def group(path: str) -> str:
     """The group of a test file; ``path`` from the repository's root."""
@@ -75,14 +64,7 @@ class Lanes(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         others = [work for other, work in self.assigned_work.items() if other is not node]
         beside = [tests for work in others for tests in work.values() if not all(tests.values())]
-        fit = (s for s, tests in self.workqueue.items() if not any(clash(tests, b) for b in beside))
-        if list(self.assigned_work).index(node) >= FULL_LANES:
-            fit = (s for s in fit if contains(self.workqueue[s], WAITING))
-            if (scope := next(fit, None)) is None:
-                node.shutdown()
-                return
-        else:
-            scope = next(fit, None)
+        scope = next((s for s, tests in self.workqueue.items() if not any(clash(tests, b) for b in beside)), None)
         if scope is not None:
             self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
