@@ -36,7 +36,8 @@ def finished_here(run_folder: RunFolder) -> RunEnd:
 def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "run_local", lambda config, plan, out: finished_here(plan.run_folder))
-    monkeypatch.setattr(runs, "Console", partial(Console, quiet=True))
+    for name in ("Console", "run_console"):
+        monkeypatch.setattr(runs, name, partial(Console, quiet=True))
     [example] = doctest.DocTestFinder().find(areal_lora, "areal_lora", globs={})[:1]
     result = doctest.DocTestRunner().run(example)
     assert (result.attempted, result.failed) == (4, 0)
