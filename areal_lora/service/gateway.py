@@ -151,9 +151,13 @@ class Gateway:
 
 
 async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
-    part = b""
+    parts = list[bytes]()
     async for data in response.content.iter_any():  # aiohttp's own lines have a largest length
-        *lines, part = (part + data).split(b"\n")
+        whole, end, rest = data.rpartition(b"\n")
+        parts.append(whole if end else rest)
+        if not end:
+            continue  # of a long event: its parts are joined once
+        lines, parts = b"".join(parts).split(b"\n"), [rest]
         for line in lines:
             before, _, rest = line.partition(b"data: ")
             yield (line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest)) + b"\n"

@@ -77,7 +77,10 @@ def read_rows(source: RowSource) -> Iterator[Row]:
 def _columns(place: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(place, f"is a {type(values).__name__}, not an object with columns", 'write {"prompt": ...}')
-    return {_plain(str(name)): _plain(value) for name, value in values.items()}
+    try:
+        return {_plain(str(name)): _plain(value) for name, value in values.items()}
+    except RecursionError:
+        raise ConfigError(place, "is nested too deeply", "write flat columns") from None
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:

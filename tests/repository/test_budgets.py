@@ -43,8 +43,8 @@ LINES = {
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8448,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
     "run_folder": 1094,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
-    "service": 5441,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
-    "tasks": 3230,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
+    "service": 5445,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
+    "tasks": 3233,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
     "trainer": 4183,  # parts of a batch, routes, kept ids; causes of a mismatch, stale routes; kept caches; audits
     "weight_sync": 5567,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors
 }

@@ -249,7 +249,7 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
 
 def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
     """What Megatron itself says to sizes that our checks refuse. Fails if it accepts them."""
-    from areal_lora.engine.megatron_utils import megatron_model as base
+    from areal_lora.engine.megatron_utils import megatron_model
 
     stages = tuple(config.pp_layers or (2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp)))
     layout = ParallelLayout(
@@ -262,7 +262,7 @@ def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
         experts=hf.get("num_experts", 0),
     )
     try:
-        base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
+        megatron_model.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
     except (ValueError, AssertionError, RuntimeError) as error:
         return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
     raise AssertionError(f"Megatron accepts {config}")
@@ -272,7 +272,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
     """All families and adapters in one layout; returns how many combinations were checked."""
     from megatron.core import parallel_state
 
-    from areal_lora.engine.megatron_utils import megatron_model, megatron_model as base
+    from areal_lora.engine.megatron_utils import megatron_model
 
     count = 0
     config = TrainerConfig(
@@ -294,7 +294,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
             except ConfigError as error:
                 refused[f"{kind}, {sizes}"] = f"{error.reason}; Megatron: {megatron_refuses(config, hf)}"
                 continue
-            module, _ = base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
+            module, _ = megatron_model.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
             model = ShardedModel(shape=shape, layout=layout)

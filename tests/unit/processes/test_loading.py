@@ -43,5 +43,8 @@ def test_errors_name_the_path_and_what_failed(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise KeyError('nothing here')")
     with pytest.raises(ConfigError, match=r"fails\.py:f: importing it fails: KeyError: 'nothing here'"):
         load_import_path(f"{tmp_path}/fails.py:f")
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
+    with pytest.raises(ConfigError, match=r"exits\.py:f: importing it fails: SystemExit"):
+        load_import_path(f"{tmp_path}/exits.py:f")
     with pytest.raises(ConfigError, match="has no 'no_such_name'"):
         load_import_path("json:no_such_name")

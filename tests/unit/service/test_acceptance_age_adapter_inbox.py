@@ -15,7 +15,7 @@ from areal_lora.service.acceptance import FolderInbox
 
 
 class Taken:
-    """What was taken in; refuses names that begin with ``bad``. The file of ``gone`` is removed meanwhile."""
+    """What was taken in; refuses names that begin with ``bad``. The file of ``removed`` is removed meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,7 +25,7 @@ class Taken:
     async def __call__(self, section: dict[str, Any], request: str) -> None:
         self.requests.append(request)
         json.dumps(section, ensure_ascii=False).encode()
-        if section["name"] == "gone":
+        if section["name"] == "removed":
             (self.folder / "one.yaml").unlink()
         if section["name"].startswith("bad"):
             raise RequestError("rank", "it is too high", "lower it")
@@ -92,9 +92,9 @@ def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
 def test_a_file_that_is_removed_while_it_is_taken_in_is_no_error(
     inbox: FolderInbox, taken: Taken, tmp_path: Path
 ) -> None:
-    (tmp_path / "an inbox" / "one.yaml").write_text("name: gone\n")
+    (tmp_path / "an inbox" / "one.yaml").write_text("name: removed\n")
     looks(inbox, 3)
-    assert taken.sections == [{"name": "gone"}]
+    assert taken.sections == [{"name": "removed"}]
 
 
 def test_one_file_is_one_request_and_a_new_file_is_another(inbox: FolderInbox, taken: Taken, tmp_path: Path) -> None:

@@ -451,11 +451,11 @@ def test_a_stream_passes_on_an_event_of_any_length(tmp_path: Path) -> None:
 def test_a_client_that_disconnects_ends_its_request_at_the_server(tmp_path: Path) -> None:
     async def scene(it: Running) -> None:
         await it.call("acme", "POST", "/v1/adapters", json=section())
-        asked, ended = asyncio.Event(), asyncio.Event()
+        received, ended = asyncio.Event(), asyncio.Event()
 
         async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            asked.set()
+            received.set()
             while await reader.read(1 << 16):
                 pass
             ended.set()
@@ -466,7 +466,7 @@ def test_a_client_that_disconnects_ends_its_request_at_the_server(tmp_path: Path
         async def receive() -> dict[str, Any]:
             if sent:
                 return sent.pop()
-            await asked.wait()
+            await received.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: object) -> None:

@@ -88,6 +88,9 @@ def test_rows_can_be_sent_whatever_json_has(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("a.jsonl", '{"a": 1}\n\n{"a":\n', r"a\.jsonl:3: not a line of JSON"),
+        pytest.param("a.jsonl", '{"a": ' + "[" * 100_000, r"a\.jsonl:1: not a line of JSON", id="deep lines"),
+        pytest.param("a.json", "[" * 100_000, "not JSON", id="deep"),
+        pytest.param("a.jsonl", '{"a": ' + "[" * 900 + "]" * 900 + "}", r"a\.jsonl:1: is nested too", id="deep row"),
         ("a.jsonl", "[1]\n", r"a\.jsonl:1: is a list, not an object"),
         ("a.json", '{"a": 1}', "holds no list of objects"),
         ("a.json", "{", "not JSON"),

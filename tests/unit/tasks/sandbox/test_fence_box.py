@@ -10,7 +10,7 @@ import psutil
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.tasks.sandbox import fence, fence as fence_module
+from areal_lora.tasks.sandbox import fence
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
 from tests.support.clocks import wait_until
@@ -117,7 +117,7 @@ def test_the_number_of_processes_is_limited(tmp_path, monkeypatch):
             return await pool.score([ScoreItem(completion="many")])
 
     [many] = asyncio.run(score())
-    assert 10 < many.reward <= fence_module.MORE_PROCESSES
+    assert 10 < many.reward <= fence.MORE_PROCESSES
 
 
 def test_the_command_line_and_what_is_not_usable(tmp_path, monkeypatch):
