@@ -184,6 +184,62 @@ INTERNALS: tuple[Used, ...] = (
         why="objects of all ids that truncation leaves out would take 90 bytes each",
     ),
     Used(module="vllm.logprobs", members=("SampleLogprobs",), why="as FlatLogprobs"),
+    # The second model runner: its log-probabilities, and the requests of an adapter.
+    Used(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner",
+        members=("sampler", "prompt_logprobs_worker", "req_states", "lora_state", "max_num_reqs"),
+        why="as the first GPUModelRunner",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.sampler",
+        name="Sampler",
+        members=("sampling_states",),
+        calls=(
+            ("__call__", ("logits", "input_batch")),
+            ("add_request", ("req_idx", "sampling_params")),
+            ("apply_sampling_params", ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np")),
+            ("sample", ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np")),
+        ),
+        why="as TopKTopPSampler",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.states",
+        name="SamplingStates",
+        members=("temperature",),
+        calls=(("get_top_k_top_p", ("expanded_idx_mapping", "idx_mapping_np")),),
+        why="as TopKTopPSampler",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.output", name="SamplerOutput", members=("logprobs_tensors",), why="as Sampler"
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.prompt_logprob",
+        name="PromptLogprobsWorker",
+        calls=(
+            ("add_request", ("req_id", "req_idx", "sampling_params")),
+            ("compute_prompt_logprobs", ("logits_fn", "hidden_states", "input_batch")),
+        ),
+        why="log-probabilities of prompts have no temperature",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.input_batch",
+        name="InputBatch",
+        members=("idx_mapping_np", "num_scheduled_tokens"),
+        why="as PromptLogprobsWorker",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.states",
+        name="RequestState",
+        members=("req_id_to_index", "total_len", "prompt_len"),
+        why="as CachedRequestState",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.lora_utils",
+        name="LoraState",
+        members=("lora_requests",),
+        why="as the first InputBatch",
+    ),
     # Slots of adapters.
     Used(
         module="vllm.v1.worker.gpu_input_batch",

@@ -1,4 +1,4 @@
-"""Start vLLM's engine, adapt a worker's log-probabilities, and find its files in shared memory."""
+"""Start vLLM's engine, and find its files in shared memory."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ import signal
 import socket
 import stat
 from array import array
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,13 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from areal_lora.errors import AdapterError
 from areal_lora.families.shape import read_hf_config
 from areal_lora.processes.startup import die_with_parent
-from areal_lora.types import MOST_KEPT
 
 WHOLE = "areal_lora_whole"
 """Key in ``SamplingParams.extra_args``: the reader needs the request's tokens only when it has ended
 (`compat.cpu_scheduler`; elsewhere without effect)."""
-SCORE_TEMPERATURE = "areal_lora_score_temperature"
-"""Key in ``SamplingParams.extra_args``: the temperature of the log-probabilities of a prompt (`own_logprobs`)."""
-KEPT = "areal_lora_kept"
-"""Key in ``SamplingParams.extra_args``: what ``top_k``, ``top_p`` and ``min_p`` leave out has no log-probability
-(`own_logprobs`)."""
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -85,7 +75,7 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
 def append_kept(
     self: FlatLogprobs, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any
 ) -> None:
-    """As a method of vLLM's flat log-probabilities, which `KEPT` requests have: 8 bytes of each id that is kept.
+    """As a method of vLLM's flat log-probabilities: 8 bytes of each id that is kept (`first_runner.KEPT`).
 
     The sampled token comes first, then all from the likeliest on.
     """
@@ -155,84 +145,3 @@ def _listens_on_a_path(number: int) -> bool:
         return False
     with socket.socket(fileno=os.dup(number)) as copy:
         return copy.family == socket.AF_UNIX and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-
-
-def own_logprobs(worker: Any) -> None:
-    """Make a worker return log softmax(logits / temperature) for every log-probability.
-
-    vLLM computes log-probabilities of sampled tokens from the raw logits, or after temperature and truncation, and
-    those of prompts from the raw logits. Of a `KEPT` request those of tokens that truncation removes are -inf. It keeps
-    at most ``top_k`` tokens: vLLM would keep all that are as likely as the last.
-    """
-    runner = worker.model_runner
-    if not isinstance(runner, GPUModelRunner):
-        raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
-    draw = runner.sampler.topk_topp_sampler
-    truncated = draw.forward
-    kept, total = list[int](), torch.empty(0)
-    """Rows of `KEPT` requests, and the log of the sums of their exponentials."""
-
-    def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal kept, total
-        batch = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
-        kept = [row for row, params in enumerate(batch) if params and (params.extra_args or {}).get(KEPT)]
-        if not kept:
-            return
-        # Here, because min_tokens and min_p work in place.
-        logits = (given[0] if given else named["logits"])[kept].float()
-        temperatures = torch.tensor([batch[row].temperature for row in kept], device=logits.device)
-        total = (logits / temperatures[:, None]).logsumexp(dim=-1, keepdim=True)
-
-    def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if k is None and p is None and not kept:
-            drawn: tuple[torch.Tensor, torch.Tensor | None] = truncated(logits, generators, k, p)
-            return drawn
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first, because truncation works in place
-        if kept and k is not None:
-            logits[kept] = keep_first(logits[kept], k[kept])
-        whole = logits[kept] - total if kept else None
-        sampled, cut = truncated(logits, generators, k, p)
-        if whole is not None and cut is not None:
-            logprobs[kept] = whole.masked_fill_(cut[kept] == -torch.inf, -torch.inf)
-        return sampled, logprobs
-
-    runner.sampler.register_forward_pre_hook(before, with_kwargs=True)
-    draw.forward = forward
-    plain = runner._get_prompt_logprobs_dict
-
-    def tempered(temperature: float, logits: torch.Tensor) -> torch.Tensor:
-        return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)
-
-    def scores(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        requested = runner.num_prompt_logprobs
-        groups: dict[float, dict[str, int]] = {}
-        for request, n in requested.items():
-            temperature = _extra(runner, request).get(SCORE_TEMPERATURE, 1.0)
-            groups.setdefault(float(temperature), {})[request] = n
-        found: dict[str, Any] = {}
-        try:
-            for temperature, group in groups.items():
-                runner.num_prompt_logprobs = group
-                runner.sampler.compute_logprobs = partial(tempered, temperature)
-                found |= plain(hidden_states, num_scheduled_tokens)
-        finally:
-            runner.num_prompt_logprobs, runner.sampler.compute_logprobs = requested, Sampler.compute_logprobs
-        for request in requested.keys() - {r for group in groups.values() for r in group}:
-            del requested[request]  # vLLM has removed it from its group: its whole prompt is scored
-        return found
-
-    runner._get_prompt_logprobs_dict = scores
-
-
-def _extra(runner: GPUModelRunner, request: str) -> dict[str, Any]:
-    """``SamplingParams.extra_args`` of a request."""
-    params = runner.requests[request].sampling_params
-    return (params.extra_args if params else None) or {}
-
-
-def keep_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """``logits`` [n, V] with the ``k`` [n] highest of each row alone, at most `MOST_KEPT`, the others -inf."""
-    most = min(MOST_KEPT, logits.shape[1])
-    values, ids = logits.topk(most)
-    values = values.masked_fill(torch.arange(most, device=k.device) >= k[:, None], -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter_(1, ids, values)

@@ -318,11 +318,6 @@ def deactivate(worker: Any, lora_id: int) -> None:
     manager.remove_adapter(lora_id)
 
 
-def in_batch(worker: Any, lora_id: int) -> bool:
-    """Whether a request with ``lora_id`` is in the worker's batch: a step that is scheduled may still compute it."""
-    return bool(worker.model_runner.input_batch.lora_id_to_request_ids.get(lora_id))
-
-
 def serve_as(worker: Any, ids: Mapping[int, int]) -> None:
     """Have a worker compute requests with an adapter id among ``ids`` as those with the id there.
 
@@ -346,13 +341,6 @@ def serve_as(worker: Any, ids: Mapping[int, int]) -> None:
         plain(requests, mapping)
 
     manager.set_active_adapters = set_active_adapters
-
-
-def sampled(worker: Any, lora_id: int) -> dict[str, int]:
-    """How many tokens each request with ``lora_id`` has that the worker knows, by the engine's name of the request."""
-    running = worker.model_runner.requests.items()
-    ours = ((name, r) for name, r in running if r.lora_request is not None and r.lora_request.lora_int_id == lora_id)
-    return {name: len(request.output_token_ids) for name, request in ours}
 
 
 def refuse_files(worker: Any) -> None:

@@ -25,7 +25,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from areal_lora.engine.vllm_ext.compat.engine import KEPT, SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.compat.first_runner import KEPT, SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server import openai_api
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator

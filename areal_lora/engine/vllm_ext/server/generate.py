@@ -1,6 +1,6 @@
 """Run prompts on the engine: sampling, scoring, cutting and counting.
 
-Log-probabilities are log softmax(logits / temperature), before top-p and top-k (`compat.engine.own_logprobs`); of a
+Log-probabilities are log softmax(logits / temperature), before top-p and top-k (`compat.model_runner`); of a
 greedy request, of the plain logits.
 """
 
@@ -18,7 +18,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.compat.first_runner import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import VersionLease
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached

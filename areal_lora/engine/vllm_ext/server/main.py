@@ -118,8 +118,6 @@ def set_environment(config: Config) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # Its second model runner computes log-probabilities elsewhere: see compat.engine.own_logprobs.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token of `assemble.SAMPLED`, which has no position
         "TOKENIZERS_PARALLELISM": "false",
         SERVER_PID: str(os.getpid()),
@@ -127,6 +125,7 @@ def set_environment(config: Config) -> None:
     }
     if config.cluster.device == "cpu":
         threads = config.cluster.threads
+        env["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")  # of compat.cpu_scheduler
         # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.
         env["TORCHDYNAMO_DISABLE"] = "1"
         env["OMP_NUM_THREADS"] = str(threads)

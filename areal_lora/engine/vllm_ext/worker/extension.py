@@ -30,7 +30,7 @@ import torch
 
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat import weights
-from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+from areal_lora.engine.vllm_ext.compat.model_runner import runner_of
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
@@ -166,7 +166,7 @@ class AdapterSlots(StackedSlotWriter):
     """The versions of a worker with LoRA: each in a slot of its own."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self._worker, self._runner = worker, runner_of(worker)
         weights.refuse_files(worker)
         weights.enable_slots(worker)
         self._served_as: dict[int, int] = {}  # ids of requests that follow an adapter, to that of its newest version
@@ -192,13 +192,13 @@ class AdapterSlots(StackedSlotWriter):
     def follow(self, follow_id: int, lora_id: int) -> dict[str, int]:
         """Compute requests with ``follow_id`` as those with ``lora_id``; return how many tokens each has by now."""
         self._served_as[follow_id] = lora_id
-        return weights.sampled(self._worker, follow_id)
+        return self._runner.sampled(follow_id)
 
     def _following(self, lora_id: int) -> list[int]:
         return [follow_id for follow_id, served in self._served_as.items() if served == lora_id]
 
     def _is_used(self, lora_id: int) -> bool:
-        return any(weights.in_batch(self._worker, each) for each in (lora_id, *self._following(lora_id)))
+        return any(self._runner.in_batch(each) for each in (lora_id, *self._following(lora_id)))
 
 
 class _WorkerAdapters:
@@ -314,7 +314,7 @@ class AdapterWorkerExtension:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
-        own_logprobs(self)
+        runner_of(self).own_logprobs()
         if self.device.type == "cpu":
             from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
 

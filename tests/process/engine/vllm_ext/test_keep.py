@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import pairwise
@@ -23,6 +24,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.messages import ServerStats
 from tests.support.clocks import seen
+from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,
     PROMPT,
@@ -36,7 +38,8 @@ from tests.support.engine.vllm_ext.serving import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LONG = 200  # tokens of an answer; a version stays for a part of it
+LONG = 60 if SECOND_RUNNER in os.environ else 200
+"""Tokens of an answer; a version stays for a part of it. An interpreted step takes ten times as long."""
 SEQUENCES = 8  # at once
 MARGIN = 1e-3
 """Between the logits of the last expert that a token uses and of the first that it does not: rounding is far below."""

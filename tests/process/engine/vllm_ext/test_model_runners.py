@@ -1,7 +1,10 @@
-"""vLLM's two model runners tell our slots the same. The second one needs Triton: of it, what runs without a device."""
+"""vLLM's two model runners: they tell our slots the same, and servers with either pass the same tests."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,9 @@ import numpy as np
 import pytest
 
 from areal_lora.errors import AdapterError
+from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER
+from tests.support.paths import ROOT
+from tests.support.sizes import NIGHTLY
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -119,8 +125,49 @@ def test_a_models_class_is_inspected_without_a_new_interpreter(
     assert registry.ModelRegistry.models[name].inspect_model_cls().architecture == name
 
 
-def test_the_second_runner_is_refused_by_name() -> None:
-    from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+def test_a_runner_that_is_neither_is_refused_by_name() -> None:
+    from areal_lora.engine.vllm_ext.compat.model_runner import runner_of
 
-    with pytest.raises(AdapterError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        own_logprobs(SimpleNamespace(model_runner=SimpleNamespace()))
+    with pytest.raises(AdapterError, match="model runner is a SimpleNamespace"):
+        runner_of(SimpleNamespace(model_runner=SimpleNamespace()))
+
+
+TESTS = (
+    "test_server.py::test_prompts_are_scored_at_the_temperature_that_each_request_names",
+    "test_kept.py::test_kept_ids_are_those_of_the_rule",
+    "test_routes.py::test_routes_are_those_of_hugging_face",
+    "test_keep.py::test_a_running_answer_changes_its_version_and_keeps_its_cache",
+)
+FURTHER = (
+    "test_server.py::test_sampled_logprobs_are_those_of_the_policy_at_its_temperature",
+    "test_routes.py::test_a_cached_answer_keeps_its_routes",
+    "test_keep.py::test_versions_that_no_sequence_is_on_leave_their_slots",
+    "test_many_adapters.py",
+)
+"""Of servers with the first one."""
+
+
+@pytest.mark.timeout(900)
+def test_servers_with_the_second_runner_pass_tests_of_the_first(tmp_path: Path) -> None:
+    """Its kernels interpreted, on vLLM's CPU build."""
+    tests = [str(Path(__file__).with_name(name)) for name in TESTS + FURTHER * NIGHTLY]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'tests'}",
+        *tests,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {SECOND_RUNNER: "1"},
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]

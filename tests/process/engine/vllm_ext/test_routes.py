@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from areal_lora.families.shape import read_shape
+from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER
 from tests.support.engine.vllm_ext.serving import (
     ALPHA,
     PROMPT,
@@ -30,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VERSIONS = 6
 """Versions that interrupt answers; the oracle reads a model for each."""
+SHORT = 12 if SECOND_RUNNER in os.environ else 40
+"""Tokens of an answer; an interpreted step takes ten times as long."""
 MARGIN = 1e-3
 """Between the logits of the last expert that a token uses and of the first that it does not: rounding is far below."""
 
@@ -104,7 +108,7 @@ def oracle(server: RunningServer) -> Oracle:
 
 
 async def answers(server: RunningServer, prompt: list[int], **more: Any) -> list[dict[str, Any]]:
-    form = {"model": "math", "max_tokens": 40, "ignore_eos": True, "logprobs": 0, "seed": 7, "return_columns": True}
+    form = {"model": "math", "max_tokens": SHORT, "ignore_eos": True, "logprobs": 0, "seed": 7, "return_columns": True}
     async with aiohttp.ClientSession() as session:
         status, answer = await server.post(session, prompt=prompt, **form | more)
     assert status == 200, answer

@@ -34,6 +34,7 @@ from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupLi
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode, shard_keys
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
+from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER, SECOND_SERVER
 from tests.support.forks.starter import Fork, starter_of
 from tests.support.weight_sync.adapters import pack_of
 
@@ -351,7 +352,8 @@ def start(
 ) -> Fork | subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
 
-    vLLM's is a fork of a process that has imported it. ``env`` is added to its environment.
+    vLLM's is a fork of a process that has imported it, but for vLLM's second model runner (``SECOND_RUNNER`` in this
+    process's environment). ``env`` is added to its environment.
     ``differing`` has what differs in the adapter ``math``, ``further`` what differs in adapters beside it.
     """
     config = Config.model_validate(
@@ -369,6 +371,8 @@ def start(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(folder))
+    if command is SERVER and SECOND_RUNNER in os.environ:
+        command = SECOND_SERVER
     if command is SERVER:
         return start_server(folder, 0, folder / "log", env)
     argv = [*command, "--run-folder", str(folder), "--index", "0"]

@@ -1,23 +1,13 @@
-"""What a truncated distribution keeps: no more than k of equal logits, and only that of a token's log-probabilities."""
+"""What a truncated distribution keeps of a token's log-probabilities."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-
 from tests.support.lazy import Lazy
 
 engine = Lazy("areal_lora.engine.vllm_ext.compat.engine")
 logprobs = Lazy("vllm.logprobs")
-
-
-def test_of_equal_logits_no_more_than_k_are_kept() -> None:
-    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [0.0, 3.0, 2.0, 2.0, 1.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
-    found = engine.keep_first(logits.clone(), torch.tensor([2, 3, 5]))
-    assert (found > -math.inf).sum(1).tolist() == [2, 3, 5]
-    assert found[1].tolist() == [-math.inf, 3.0, 2.0, 2.0, -math.inf]
-    assert torch.equal(found[2], logits[2])
 
 
 def test_what_truncation_removes_takes_no_space() -> None:

@@ -1,0 +1,126 @@
+"""Adapt vLLM's second model runner, its default where Triton is: see `compat.model_runner`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from areal_lora.engine.vllm_ext.compat.first_runner import KEPT, SCORE_TEMPERATURE, extra_args, keep_first
+from areal_lora.errors import AdapterError
+
+
+class SecondRunner:
+    """The `model_runner.Runner` of vLLM's second one. It keeps the state of requests in arrays on the device."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+
+    def own_logprobs(self) -> None:
+        sampler, prompts = self._runner.sampler, self._runner.prompt_logprobs_worker
+        if type(sampler) is not Sampler or type(prompts) is not PromptLogprobsWorker:
+            raise AdapterError(f"vLLM samples with {type(sampler).__name__}, whose log-probabilities are not known")
+        sampler.__class__, prompts.__class__ = OwnSampler, OwnPromptLogprobs
+        sampler.kept = np.zeros(self._runner.max_num_reqs, bool)
+        prompts.temperatures = np.ones(self._runner.max_num_reqs, np.float32)
+
+    def sampled(self, lora_id: int) -> dict[str, int]:
+        states = self._runner.req_states
+        rows = {name: states.req_id_to_index[name] for name in self._requests(lora_id)}
+        totals = states.total_len.gpu[list(rows.values())].tolist()  # waits for the step that is computed
+        prompts = states.prompt_len.np
+        return {name: total - int(prompts[row]) for (name, row), total in zip(rows.items(), totals, strict=True)}
+
+    def in_batch(self, lora_id: int) -> bool:
+        return bool(self._requests(lora_id))
+
+    def _requests(self, lora_id: int) -> list[str]:
+        return [name for name, lora in self._runner.lora_state.lora_requests.items() if lora.lora_int_id == lora_id]
+
+
+class OwnSampler(Sampler):
+    """Log-probabilities of the distribution before ``top_k`` and ``top_p``, and what is left of it for `KEPT`."""
+
+    kept: np.ndarray
+    """By the place of a request, whether it is a `KEPT` one."""
+    _whole: torch.Tensor | None = None  # logits of the step before truncation, if there is any
+    _rows: Sequence[int] = ()  # of `KEPT` requests in the step
+    _left: torch.Tensor  # [rows, 1], the log of the share that truncation leaves
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        super().add_request(req_idx, sampling_params)
+        self.kept[req_idx] = bool(extra_args(sampling_params).get(KEPT))
+
+    def apply_sampling_params(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        *further: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        made = super().apply_sampling_params(
+            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *further, **named
+        )
+        top_k, top_p = self.sampling_states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
+        if self._rows and top_k is not None:
+            made[self._rows] = keep_first(made[self._rows], top_k[self._rows])
+        self._whole = None if top_k is None and top_p is None else made.clone()  # truncation works in place
+        return made
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        *further: Any,
+        **named: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows = np.flatnonzero(self.kept[idx_mapping_np]).tolist()
+        if rows:  # before what min_tokens and min_p remove
+            temperature = self.sampling_states.temperature.gpu[expanded_idx_mapping[rows]]
+            total = (logits[rows].float() / temperature[:, None]).logsumexp(dim=-1, keepdim=True)
+        sampled, cut = super().sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *further, **named)
+        logprobs = cut if self._whole is None else self._whole
+        if rows:
+            logprobs[rows] = cut[rows]
+            self._left = cut[rows].float().logsumexp(dim=-1, keepdim=True) - total
+        return sampled, logprobs
+
+    def __call__(self, *given: Any, **named: Any) -> SamplerOutput:
+        made = super().__call__(*given, **named)
+        if self._rows and made.logprobs_tensors is not None:
+            made.logprobs_tensors.logprobs[self._rows] += self._left  # vLLM has normalized what is left
+        return made
+
+
+class OwnPromptLogprobs(PromptLogprobsWorker):
+    """Log-probabilities of prompts at the request's own temperature."""
+
+    temperatures: np.ndarray
+    """By the place of a request."""
+
+    def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
+        super().add_request(req_id, req_idx, sampling_params)
+        self.temperatures[req_idx] = float(extra_args(sampling_params).get(SCORE_TEMPERATURE, 1.0))
+
+    def compute_prompt_logprobs(
+        self, logits_fn: Any, hidden_states: torch.Tensor, input_batch: Any, *further: Any, **named: Any
+    ) -> Any:
+        by_request = self.temperatures[input_batch.idx_mapping_np]
+        of_tokens = torch.from_numpy(np.repeat(by_request, input_batch.num_scheduled_tokens)).to(hidden_states.device)
+        at = 0
+
+        def tempered(hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal at  # vLLM computes the step's tokens in order, in chunks
+            at += len(hidden)
+            return logits_fn(hidden) / of_tokens[at - len(hidden) : at, None]
+
+        function = logits_fn if (by_request == 1.0).all() else tempered
+        return super().compute_prompt_logprobs(function, hidden_states, input_batch, *further, **named)
