@@ -43,8 +43,13 @@ def test_bfloat16_training_against_float32(engine: str, recompute: Recompute, re
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("quantization", "limit"), [(None, 0.1), ("fp8_per_channel", QUANTISED_TOLERANCE)])
-def test_a_whole_run_on_one_card(quantization: str | None, limit: float, record: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "replay", "limit"),
+    [(None, "off", 0.1), (None, "rollout", 0.1), ("fp8_per_channel", "off", QUANTISED_TOLERANCE)],
+)
+def test_a_whole_run_on_one_card(
+    quantization: str | None, replay: str, limit: float, record: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("vllm", reason="needs vLLM with CUDA")
     overrides = [
         f"run.root={tmp_path}",
@@ -56,6 +61,7 @@ def test_a_whole_run_on_one_card(quantization: str | None, limit: float, record:
         "adapters.0.sampling.max_new_tokens=32",
         "rollout.max_model_len=256",
         "cluster.device_memory_gib=null",
+        f"behaviour.router_replay={replay}",
         *([f"rollout.engine_args.quantization={quantization}"] if quantization else []),
     ]
     command = [sys.executable, "-m", "areal_lora.launch", *configs("one_gpu"), *overrides]
@@ -71,6 +77,7 @@ def test_a_whole_run_on_one_card(quantization: str | None, limit: float, record:
         "probe_mean_abs": max(p["probe_mean_abs"] or 0.0 for p in publishes),
         "commit_ms": max(p["phases_ms"].get("commit") or 0.0 for p in publishes),
         "mismatch_kl_weights": max(step["metrics"].get("mismatch_kl/weights", 0.0) for step in steps),
+        "replayed": min(step["metrics"].get("train/replayed", 0.0) for step in steps),
         "lost_servers": sum(len(p["lost"]) for p in publishes),
         "dropped_groups": sum(sum(step["dropped"].values()) for step in steps),
         "reward_first_quarter": float(np.mean(rewards[:5])),
@@ -82,6 +89,7 @@ def test_a_whole_run_on_one_card(quantization: str | None, limit: float, record:
     # found by the publish, which ends the run.
     assert figures["probe_mean_abs"] <= limit
     assert (figures["mismatch_kl_weights"] != 0) == (quantization is not None)
+    assert (figures["replayed"] > 0.9) == (replay == "rollout")
     assert figures["commit_ms"] < 2.0
     assert figures["lost_servers"] == 0
     assert figures["reward_last_quarter"] > figures["reward_first_quarter"]

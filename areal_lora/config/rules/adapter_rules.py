@@ -125,12 +125,14 @@ def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(key, "the model is dense: it has no router", "set it to off")
     if config.adapters and all(adapter.sft.steps >= config.run.steps for adapter in config.adapters):
         yield Finding(key, "every step trains on given answers, which no server has sampled", "set it to off")
-    if config.cluster.device != "cpu":
-        yield Finding(key, "vLLM's first model runner returns no routes on devices", "set it to off")
+    on_cpu = config.cluster.device == "cpu"
+    if config.rollout.deterministic and not on_cpu:
+        reason = "rollout.deterministic switches vLLM's prefix cache off, beside which devices keep routes"
+        yield Finding(key, reason, "set one of them to off")
     if config.rollout.adapter_mode == "merged":
         reason = "vLLM returns no routes from the fused kernel of experts without LoRA"
         yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to off")
-    if "additional_config" in config.rollout.engine_args:
+    if "additional_config" in config.rollout.engine_args and on_cpu:
         reason = "rollout.engine_args.additional_config replaces the setting by which servers return routes"
         yield Finding(key, reason, "leave that out, or set it to off")
 

@@ -230,9 +230,31 @@ def test_a_version_that_never_leaves_the_batch_fails_the_publish_before_a_byte_i
     run(test())
 
 
-def test_a_worker_keeps_a_version_that_its_batch_uses() -> None:
-    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+def of_first_runner(ids: dict[str, int]) -> Any:
     from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    from areal_lora.engine.vllm_ext.compat.first_runner import FirstRunner
+
+    batch = InputBatch.__new__(InputBatch)
+    batch.lora_id_to_request_ids = {lora_id: {name} for name, lora_id in ids.items()}
+    return FirstRunner(SimpleNamespace(input_batch=batch))
+
+
+def of_second_runner(ids: dict[str, int]) -> Any:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    from areal_lora.engine.vllm_ext.compat.second_runner import SecondRunner
+
+    state = LoraState(4)
+    for i, (name, lora_id) in enumerate(ids.items()):
+        state.add_request(name, i, LoRARequest(f"a@v{lora_id}", lora_id, "xccl://a"))
+    return SecondRunner(SimpleNamespace(lora_state=state))
+
+
+@pytest.mark.parametrize("runner_of", [of_first_runner, of_second_runner])
+def test_a_worker_keeps_a_version_that_its_batch_uses(runner_of: Callable[[dict[str, int]], Any]) -> None:
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
     from areal_lora.engine.vllm_ext.worker.extension import AdapterSlots
 
@@ -246,13 +268,14 @@ def test_a_worker_keeps_a_version_that_its_batch_uses() -> None:
 
     slots = AdapterSlots.__new__(AdapterSlots)
     slots._served_as = {}
-    manager, batch = Manager(), InputBatch.__new__(InputBatch)
-    batch.lora_id_to_request_ids = {8: {"a request whose stop text was found in the server"}}
-    runner = SimpleNamespace(input_batch=batch, lora_manager=SimpleNamespace(_adapter_manager=manager))
-    slots._worker = SimpleNamespace(model_runner=runner)
+    manager = Manager()
+    slots._worker = SimpleNamespace(
+        model_runner=SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    )
+    slots._runner = runner_of({"a request whose stop text was found in the server": 8})
     assert slots.retire([7, 8]) == [8]
     assert manager.lora_index_to_id == [None, 8]
-    del batch.lora_id_to_request_ids[8]
+    slots._runner = runner_of({})
     assert slots.retire([8]) == []
     assert manager.lora_index_to_id == [None, None]
 

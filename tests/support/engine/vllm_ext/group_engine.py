@@ -34,7 +34,8 @@ class Watched:
 
         from areal_lora.config.load import load_config
         from areal_lora.engine.vllm_ext.compat.cpu_scheduler import return_routes
-        from areal_lora.engine.vllm_ext.compat.engine import import_classes, own_logprobs
+        from areal_lora.engine.vllm_ext.compat.engine import import_classes
+        from areal_lora.engine.vllm_ext.compat.model_runner import runner_of
         from areal_lora.engine.vllm_ext.server.assemble import engine_args
 
         config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], REPLAYS)
@@ -43,7 +44,7 @@ class Watched:
         import_classes(args.model)
         self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
         core = self.engine.engine_core.engine_core
-        own_logprobs(core.model_executor.driver_worker.worker)
+        runner_of(core.model_executor.driver_worker.worker).own_logprobs()
         return_routes(core.model_executor.driver_worker.worker)
         self.scheduler = core.scheduler
         self.computed = 0

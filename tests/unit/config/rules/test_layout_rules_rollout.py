@@ -111,7 +111,7 @@ def replayed(*overrides: str, value: str = "rollout", **hf: object) -> str:
     [
         ((), {"model_type": "qwen3"}, "the model is dense"),
         (("adapters.gsm8k.sft.steps=1000000",), {}, "given answers"),
-        (("cluster.device=cuda",), {}, "no routes on devices"),
+        (("cluster.device=cuda", "rollout.deterministic=true"), {}, "deterministic switches vLLM's prefix cache off"),
         (("rollout.adapter_mode=merged",), {}, "set rollout.adapter_mode=unmerged, or set it to off"),
         (("rollout.engine_args={additional_config: {a: 1}}",), {}, "additional_config replaces the setting"),
     ],
@@ -120,7 +120,7 @@ def test_routes_are_replayed_where_servers_return_them(
     overrides: tuple[str, ...], hf: dict[str, object], reason: str
 ) -> None:
     assert replayed() == ""
-    assert replayed("adapters.gsm8k.sft.steps=1") == ""
+    assert replayed("adapters.gsm8k.sft.steps=1") == replayed("cluster.device=cuda") == ""
     assert reason in replayed(*overrides, **hf)
     assert replayed(*overrides, value="off", **hf) == ""
 
