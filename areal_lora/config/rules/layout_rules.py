@@ -167,7 +167,7 @@ def _share(config: Config) -> bool | None:
 def engine_args_are_free(config: Config, facts: Facts) -> Iterator[Finding]:
     decided = dict(support.ENGINE_ARGS)
     if config.rollout.adapter_mode == "merged":  # weights are written as they are loaded
-        decided |= dict.fromkeys(("moe_backend", "quantization"), "rollout.adapter_mode = merged")
+        decided["quantization"] = "rollout.adapter_mode = merged"
     for name in sorted(config.rollout.engine_args.keys() & decided.keys()):
         yield Finding(f"rollout.engine_args.{name}", f"{decided[name]} decides it", "leave it out")
 

@@ -374,20 +374,32 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module=f"{_EXPERTS}.routed_experts",
         name="RoutedExperts",
-        members=("quant_method", "moe_config", "local_num_experts", "global_num_experts", "expert_map", "hidden_size"),
+        members=("quant_method", "moe_config", "local_num_experts", "expert_map"),
         why="as LinearBase",
     ),
     Used(
         module=f"{_EXPERTS}.unquantized_fused_moe_method",
         name="UnquantizedFusedMoEMethod",
         members=("unquantized_backend", "moe_kernel"),
+        calls=(("process_weights_after_loading", ("layer",)),),
         why="as UnquantizedLinearMethod",
     ),
     Used(
         module=f"{_EXPERTS}.oracle.unquantized",
         name="UnquantizedMoeBackend",
-        members=("TRITON", "BATCHED_TRITON"),
-        why="kernels that take experts as they are loaded",
+        members=("CPU",),
+        why="as UnquantizedLinearMethod",
+    ),
+    Used(
+        module=f"{_EXPERTS}.config",
+        name="FusedMoEConfig",
+        members=(
+            "moe_parallel_config",
+            "is_act_and_mul",
+            "hidden_dim_unpadded",
+            "intermediate_size_per_partition_unpadded",
+        ),
+        why="what the checkpoint has of a parameter that is wider",
     ),
     # CPUs only.
     Used(module="vllm.v1.executor.uniproc_executor", name="UniProcExecutor", on="cpu"),

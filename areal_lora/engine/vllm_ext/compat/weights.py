@@ -6,7 +6,7 @@ With LoRA a worker stacks the matrices of all adapters by slot (`bound_matrices`
 vLLM fuses projections (qkv, gate and up, all experts of a layer) and, on CPUs, packs every matrix for its kernels when
 it loads the model: neither a parameter's shape nor its memory is that of the checkpoint. So each fused weight has a
 host copy in the plain order, as this worker holds it, and ``apply`` hands it to vLLM's own packing. On GPUs the
-parameter is plain, and is overwritten in place, because CUDA graphs have its address.
+parameter is overwritten in place, because CUDA graphs have its address; vLLM then reorders experts for its kernel.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,7 +49,6 @@ log = get_logger(__name__)
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Of every family; vLLM's own table of a model leaves out what its LoRA does not adapt."""
-PLAIN_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +135,16 @@ class _Experts:
         if not isinstance(method, UnquantizedFusedMoEMethod) or not config.is_act_and_mul:
             raise AdapterError(f"{names[0]}: merged rollouts write plain gate, up and down projections of experts")
         self._layer, self._method = layer, method
-        inter, hidden, local = config.intermediate_size_per_partition, layer.hidden_size, layer.local_num_experts
+        self._packed = method.unquantized_backend is UnquantizedMoeBackend.CPU
+        # Of the checkpoint: the parameter of a kernel may be wider.
+        inter, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+        local = layer.local_num_experts
         tp_rank, tp_size = config.moe_parallel_config.tp_rank, config.moe_parallel_config.tp_size
         self._w13 = _host(layer, local, 2 * inter, hidden)
         self._w2 = _host(layer, local, hidden, inter)
-        if self._w13.is_pinned() and (
-            method.unquantized_backend not in PLAIN_BACKENDS or layer.w13_weight.shape != self._w13.shape
-        ):
-            raise AdapterError(
-                f"{names[0]}: vLLM keeps the experts for {method.unquantized_backend.value}, not in order"
-            )
+        if not self._packed and not self._fits(layer.w13_weight, layer.w2_weight):
+            kernel, fix = method.unquantized_backend.value, "set rollout.engine_args.moe_backend=triton"
+            raise AdapterError(f"{names[0]}: vLLM keeps experts for {kernel} in a form of their own (fix: {fix})")
         wide, narrow = (inter * tp_size, hidden), (hidden, inter * tp_size)
         index = local_experts(layer.expert_map, len(names) // 3)
         self.parts: list[WeightPart] = []
@@ -158,15 +157,23 @@ class _Experts:
             full = narrow if which == 1 else wide
             self.parts.append(WeightPart(name=name + WEIGHT, place=place, row=row, col=col, full=full))
 
+    def _fits(self, w13: Tensor, w2: Tensor) -> bool:
+        n, hidden, inter = w2.shape
+        wide = all(a >= b for a, b in zip(w2.shape, self._w2.shape, strict=True))
+        return wide and w13.shape == (n, 2 * inter, hidden)
+
     def apply(self) -> None:
-        layer = self._layer
-        if self._w13.is_pinned():
-            layer.w13_weight.data.copy_(self._w13, non_blocking=True)
-            layer.w2_weight.data.copy_(self._w2, non_blocking=True)
+        layer, (_, hidden, inter) = self._layer, self._w2.shape
+        if self._packed:
+            layer.w13_weight, layer.w2_weight = _parameter(self._w13), _parameter(self._w2)
+            # Not the method's own step: from its second call on, that leaves experts of a CPU unpacked.
+            self._method.moe_kernel.fused_experts.process_weights_after_loading(layer)
             return
-        layer.w13_weight, layer.w2_weight = _parameter(self._w13), _parameter(self._w2)
-        # Not the method's own step after loading: at a second call that copies into memory which is packed already.
-        self._method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        halves = (2, -1)  # gate and up, each with its own padding
+        w13 = layer.w13_weight.data.unflatten(1, halves)[:, :, :inter, :hidden]
+        w13.copy_(self._w13.unflatten(1, halves), non_blocking=True)
+        layer.w2_weight.data[:, :hidden, :inter].copy_(self._w2, non_blocking=True)
+        self._method.process_weights_after_loading(layer)
 
 
 FusedWeight = _Linear | _Experts

@@ -112,7 +112,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     if rollout.adapter_mode == "unmerged":
         extra |= _lora(config, targets)
     elif not on_cpu:
-        extra["moe_backend"] = "triton"  # takes weights as they are loaded; other kernels reorder them
+        extra["moe_backend"] = "triton"  # takes experts as they are loaded; others reorder every version
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in sorted(rollout.engine_args.keys() - known):
         near = difflib.get_close_matches(name, known - support.ENGINE_ARGS.keys())

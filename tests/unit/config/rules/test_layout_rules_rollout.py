@@ -97,6 +97,7 @@ def test_an_argument_of_the_engine_that_another_key_decides_is_named() -> None:
     [line] = [f for f in check(config, Facts(hf_config=None)) if f.path.startswith("rollout.engine_args")]
     assert (line.path, line.reason) == ("rollout.engine_args.max_loras", "rollout.max_adapters decides it")
     assert "rollout.engine_args.quantization" in merged("rollout.engine_args.quantization=fp8")
+    assert merged("rollout.engine_args.moe_backend=flashinfer_cutlass") == {}
 
 
 def replayed(*overrides: str, value: str = "rollout", **hf: object) -> str:

@@ -66,6 +66,12 @@ def test_further_arguments_reach_vllm() -> None:
         args_of("rollout.engine_args.quantisation=fp8")
 
 
+def test_merged_experts_have_a_kernel_of_their_order_unless_another_is_chosen() -> None:
+    merged = ("rollout.adapter_mode=merged", "cluster.device=cuda", "rollout.kv_cache_gib=1")
+    assert args_of(*merged).moe_backend == "triton"
+    assert args_of(*merged, "rollout.engine_args.moe_backend=flashinfer_cutlass").moe_backend == "flashinfer_cutlass"
+
+
 def test_servers_return_routes_where_the_trainer_replays_them() -> None:
     """Through vLLM's own argument on devices."""
     assert args_of("behaviour.router_replay=rollout").additional_config == {cpu_scheduler.ROUTES: True}
