@@ -133,15 +133,16 @@ def test_a_runner_that_is_neither_is_refused_by_name() -> None:
 
 
 TESTS = (
-    "test_server.py::test_prompts_are_scored_at_the_temperature_that_each_request_names",
     "test_kept.py::test_kept_ids_are_those_of_the_rule",
-    "test_routes.py::test_routes_are_those_of_hugging_face",
-    "test_keep.py::test_a_running_answer_changes_its_version_and_keeps_its_cache",
+    "test_keep.py::test_routes_are_of_the_version_that_read_each_token",
+    "test_server.py::test_prompts_are_scored_at_the_temperature_that_each_request_names",
 )
 FURTHER = (
-    "test_server.py::test_sampled_logprobs_are_those_of_the_policy_at_its_temperature",
-    "test_routes.py::test_a_cached_answer_keeps_its_routes",
+    "test_keep.py::test_a_running_answer_changes_its_version_and_keeps_its_cache",
     "test_keep.py::test_versions_that_no_sequence_is_on_leave_their_slots",
+    "test_routes.py::test_routes_are_those_of_hugging_face",
+    "test_routes.py::test_a_cached_answer_keeps_its_routes",
+    "test_server.py::test_sampled_logprobs_are_those_of_the_policy_at_its_temperature",
     "test_many_adapters.py",
 )
 """Of servers with the first one."""
