@@ -20,6 +20,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_lora.config import models
 from areal_lora.config.recorded import missing_files
 from areal_lora.config.sections.run import CODE_REWARD, own_place
@@ -169,6 +171,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
         except AdapterError as error:
             peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    gpus = probe_gpus() if runs_here and config.cluster.device == "cuda" else []
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
@@ -180,7 +183,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
         address_problem=_address_problem(config) if runs_here else None,
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
-        device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
+        device_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20 or None,
         shared_bytes=shared if runs_here else None,
     )
 
@@ -303,11 +306,20 @@ def _visible_devices(device: str) -> int | None:
     return len(list(Path("/dev").glob({"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}[device])))
 
 
-def _device_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine as nvidia-smi reports it; None where it does not work."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """``memory_mib`` is 0 where it is not known."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def probe_gpus() -> list[GpuFacts]:
+    """The GPUs that nvidia-smi lists; none where it is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)
-        return min(int(line) for line in done.stdout.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(", ", 2) for line in done.stdout.splitlines() if line.count(", ") >= 2]
+    return [GpuFacts(name=n, memory_mib=int(m) if m.isdecimal() else 0, driver=driver) for n, m, driver in rows]

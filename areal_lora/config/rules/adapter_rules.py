@@ -16,7 +16,6 @@ from areal_lora.families.family import Scope, covers
 from areal_lora.families.peft_folder import PeftFolder, misfits
 from areal_lora.families.registry import kind_of, linears, target_of
 from areal_lora.families.shape import ModelShape
-from areal_lora.families.targets import check_patterns
 from areal_lora.types import MOST_KEPT, ExpertLayout
 
 LOW_RATE = 1e-5
@@ -70,7 +69,7 @@ def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
     unserved = needed and shape.dense_layers and not facts.hf_config.get(needed) and unmerged
     try:
         found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
-        check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
+        targets.check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
     except ConfigError as error:
         yield Finding(error.path, error.reason, error.fix)
         return
