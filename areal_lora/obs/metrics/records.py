@@ -6,7 +6,8 @@ and read as None.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +28,14 @@ def faults_text(retried: Mapping[str, int], dropped: Mapping[str, int], last: Ma
         f"{kind}: {retried.get(kind, 0)} retried, {dropped.get(kind, 0)} dropped, last: {detail}"
         for kind, detail in last.items()
     )
+
+
+def lag_counts(steps: "Iterable[StepRecord]") -> dict[int, int]:
+    """Trained tokens of ``steps`` by versions of lag, ascending."""
+    counts: Counter[int] = Counter()
+    for step in steps:
+        counts.update(step.staleness)
+    return dict(sorted(counts.items()))
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
@@ -153,8 +162,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     excluded from ``reward_mean``. ``left_out`` counts further problems whose prompts are too long.
     ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
-    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
-    None in files of earlier versions.
+    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
     ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was evaluated for both;
     ``wall_s`` is 0 then.
     """

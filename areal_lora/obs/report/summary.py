@@ -23,7 +23,6 @@ from areal_lora.types import AdapterPhase, AdapterRef
 
 
 def _largest(*values: float | None) -> float | None:
-    """The largest measured value; None if there is none."""
     return max((v for v in values if v is not None), default=None)
 
 
