@@ -177,8 +177,8 @@ class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Report of a worker's receiver, once per ``start``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a ``refusal.RefusalReason`` word. ``digest`` is the ``seal.adapter_digest``
-    of the verified bytes. ``slot`` is -1 without a slot.
+    ``reason`` is empty if ``ok``, else a `RefusalReason`. ``digest`` is the `adapter_digest` of the verified bytes.
+    ``slot`` is -1 without a slot.
     """
 
     ref: str
@@ -214,7 +214,7 @@ class DropReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RefusalReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a 409. ``reason`` is a ``refusal.RefusalReason`` word."""
+    """Body of a 409. ``reason`` is a `RefusalReason`."""
 
     reason: str
     detail: str

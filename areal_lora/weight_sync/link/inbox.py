@@ -40,11 +40,9 @@ class BucketBytes:
 class Arriving(Protocol):
     def wait(self) -> None:
         """Raises PublishError."""
-        ...
 
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
-        ...
 
 
 Start = Callable[[torch.Tensor], Arriving]

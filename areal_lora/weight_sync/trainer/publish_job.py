@@ -272,7 +272,6 @@ class JobQueue:
         self._begun, self._closed = 0, False
 
     def put(self, job: PublishJob) -> None:
-        """Give ``job`` the next number."""
         with self._changed:
             job.number = self._begun
             self._begun += 1
