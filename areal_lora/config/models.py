@@ -1,7 +1,6 @@
 """The configuration tree. Unknown keys are errors; this package imports no torch, vLLM or Megatron.
 
-Its sections are defined by subject (``run``, ``adapter``, ``workflow``, ``roles``, ``cluster``, ``service``); users
-import them from here.
+Its sections are defined by subject (``run``, ``adapter``, ``task``); users import them from here.
 """
 
 import json

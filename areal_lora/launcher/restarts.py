@@ -276,11 +276,6 @@ def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -
     return target
 
 
-def waits(run_folder: RunFolder) -> str:
-    """``trainer-0: step 3: waiting for rollouts; server-0: serving``."""
-    return "; ".join(f"{process}: {text}" for process, text in read_statuses(run_folder).items())
-
-
 def _sizes(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_size for path in folder.glob("*.txt") if not path.stem.startswith("stall-")}
 

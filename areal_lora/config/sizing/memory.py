@@ -68,18 +68,15 @@ class Memory:
         return sum(part.host for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobMemory:
-    """Estimates of all processes, and of what a node holds once for all of its ranks."""
-
-    processes: tuple[Memory, ...]
-
-    def host_of(self, node: int) -> int:
-        return sum(memory.host * memory.nodes.count(node) for memory in self.processes)
+def host_bytes(processes: Sequence[Memory], node: int) -> int:
+    return sum(memory.host * memory.nodes.count(node) for memory in processes)
 
 
-def job_memory(config: Config, shape: ModelShape) -> JobMemory:
-    """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""
+def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
+    """Estimate all processes of a job, and what a node holds once for all of its ranks.
+
+    Raises ConfigError where they have no place on its nodes.
+    """
     seats = slots.seats_of(config)
     trainer = config.trainer
     per_stage = trainer.world_size // trainer.pp
@@ -105,7 +102,7 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     if slots.has_tenants(config):
         parts = (Part("processes", host=SERVICE_PROCESS),)
         processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
-    return JobMemory(processes=tuple(processes))
+    return tuple(processes)
 
 
 def _stages(config: Config, shape: ModelShape) -> list[list[int]]:

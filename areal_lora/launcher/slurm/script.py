@@ -108,7 +108,6 @@ STEP = ("--overlap", "--kill-on-bad-exit=1", "--distribution=arbitrary", "--open
 
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
-    """The whole batch script as text."""
     parts = ["#!/bin/bash", *directives(config, plan), "", *_steps(config, plan), _FIRST]
     parts.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 69")
     supervisor = [sys.executable, "-m", SUPERVISOR, "--run-folder", str(plan.run_folder)]

@@ -138,7 +138,6 @@ REASONS: dict[str, tuple[str, str]] = {
 
 
 def is_active(job: JobRecord) -> bool:
-    """Whether ``job`` waits, runs or is ending."""
     return explain(job).phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
 
 
