@@ -1,7 +1,6 @@
 """``areal-lora status RUN``: what a run does now, or how it ended, from its folder, this machine's processes and Slurm.
 
-``look`` gathers, ``Status`` is the result. Nothing is written, so a run of another user, a read-only copy and a run
-that was killed can be looked at.
+``look`` gathers, ``Status`` is the result. Nothing is written: the run may be of another user, killed, or read-only.
 """
 
 import contextlib

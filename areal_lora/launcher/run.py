@@ -287,8 +287,7 @@ def start(
 def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     """Its code is DONE when trainer rank 0 ended well, INTERRUPTED, or how the run failed.
 
-    Failed processes are restarted, see ``Restarts``. Whatever the outcome, no process, port or shared memory of the
-    run remains.
+    Failed processes are restarted (`Restarts`). Whatever the outcome, no process, port or shared memory remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:

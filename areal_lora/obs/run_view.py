@@ -131,8 +131,7 @@ class AdapterView:
 class RunView:
     """Accumulates the records shown; drawing is separate, so that the state is testable.
 
-    ``totals`` are the training steps of each adapter, None where no one knows. A record without a name belongs to the
-    only one.
+    ``totals``: training steps of each adapter, None where no one knows. A record without a name is of the only one.
     """
 
     def __init__(self, totals: Mapping[str, int | None]) -> None:

@@ -267,8 +267,7 @@ BLOCK = np.dtype([(name, np.float32 if name == "scale" else np.int64) for name i
 class TensorBlocks:
     """Blocks grouped by tensor: those of tensor i are ``first[i]:first[i + 1]``.
 
-    ``src_dtype`` and ``dst_dtype`` are among `KINDS`; ``first`` is int64 [tensors + 1], ``blocks`` has a
-    `Block` in each row.
+    ``src_dtype`` and ``dst_dtype`` are among `KINDS`; ``first`` is int64 [tensors + 1], a row of ``blocks`` a `Block`.
     """
 
     src_dtype: str

@@ -177,8 +177,7 @@ class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Report of a worker's receiver, once per ``start``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a `RefusalReason`. ``digest`` is the `adapter_digest` of the verified bytes.
-    ``slot`` is -1 without a slot.
+    ``reason``: a `RefusalReason`, empty if ``ok``. ``digest``: `adapter_digest` of the verified bytes. No slot: -1.
     """
 
     ref: str

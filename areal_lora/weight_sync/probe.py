@@ -61,8 +61,7 @@ class ProbeExpectation:
 class ProbeResult:
     """Mean and largest |logp trainer - logp server| over all scored tokens.
 
-    ``compared`` is the mean without the sequences that may hold a tie. ``differs``: the server scores differently
-    from its own base, or has none.
+    ``compared``: the mean without sequences that may hold a tie. ``differs``: other scores than its base's, or no base.
     """
 
     mean_abs: float

@@ -1,6 +1,4 @@
-"""Rules about single adapters: targets, rank, groups, user code; tasks, sampling, evaluation sets and the folder that
-an adapter starts from. No rows are read.
-"""
+"""Rules about single adapters: targets, ranks, code, tasks, sampling, evaluation sets, `init_from`. No row is read."""
 
 from collections import Counter
 from collections.abc import Iterator

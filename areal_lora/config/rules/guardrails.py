@@ -1,7 +1,6 @@
 """Start-up guardrails: the rules that a configuration must satisfy before anything starts.
 
-``check`` is pure: it judges a configuration against facts gathered by ``config.facts``. Each rule is one function in
-this folder that yields findings.
+``check`` is pure: it judges a configuration against the facts of ``config.facts``. A rule is a function of this folder.
 """
 
 from areal_lora.config.facts import Facts

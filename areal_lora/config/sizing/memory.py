@@ -306,8 +306,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
 
     - Weights are divided by tp; one of a linear layer has one byte in fp8. Slots: `slots.slot_parameters`.
-    - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`),
-      not a fixed need.
+    - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`).
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
       ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
     - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`), on the device
@@ -364,8 +363,7 @@ def kv_token_bytes(config: Config, shape: ModelShape) -> int:
 def staging_bytes(config: Config, shape: ModelShape) -> int:
     """Buffers of one worker that receives over the network: `STAGING_BUFFERS` of the largest bucket of each source.
 
-    Where receivers read the source's memory (one machine, CPUs) they are not used; whether they can is known only at
-    run time.
+    Not used where receivers read the source's memory (one machine, CPUs), which is known only at run time.
     """
     bucket, staged = int(config.weight_sync.bucket_mib * MIB), 0
     adapters = [*config.adapters, *slots.joining_adapters(config)]

@@ -59,8 +59,7 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
 
     vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, but for
     what `slot_layout` shares, wherever one of the adapters has a target: a slot fits all of them. With tp lora_A of a
-    column-parallel layer and lora_B of a row-parallel one are whole on every worker; expert parallel divides the
-    experts.
+    column-parallel layer and lora_B of a row-parallel one are whole on every worker; expert parallel divides experts.
     """
     r, total = config.rollout, 0
     for key in linear_sites(shape):

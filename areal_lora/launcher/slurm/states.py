@@ -1,7 +1,6 @@
 """The phase of a Slurm job and what to do; how the processes of a step ended; what follows for the job.
 
-``explain`` takes a ``JobRecord``, which ``job_query.look`` gets from Slurm. Slurm's documentation explains its words;
-the tables add what follows for a run.
+``explain`` takes what ``job_query.look`` gets from Slurm. The tables add to Slurm's words what follows for a run.
 """
 
 import contextlib

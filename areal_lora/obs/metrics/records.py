@@ -1,8 +1,7 @@
 """Record types of a run. `writer` appends records to the run folder, `reader` returns them.
 
-``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollouts have
-files of their own (`rollout_store`). Every record names its adapter. A float that is not finite is stored as ``null``
-and read as None.
+``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollouts have files of their own
+(`rollout_store`). Every record names its adapter. A float that is not finite is stored as ``null``, read as None.
 """
 
 import math
@@ -49,8 +48,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     the last fault of each kind since the controller started.
     ``by_client`` marks the step of a client. There ``version`` is the number of an operation, ``step`` counts the
     optimizer's steps, which a state that is loaded sets, ``n_targets`` are the tokens whose weight is not 0, and
-    whatever belongs to rollouts is not known. ``taken`` is false for a step whose gradient was not finite; it does not
-    count.
+    what belongs to rollouts is not known. ``taken`` is false after a gradient that was not finite: it does not count.
     ``metrics`` are the measured figures by tag, such as ``train/loss``: `trainer.step_metrics` defines them, and
     TensorBoard and trackers show them under these tags. None: not finite.
     """
@@ -115,8 +113,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``phases_ms`` are those of the slowest server; they may overlap.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
-    ``merge_*`` state what the cast to the serving dtype left of a merged adapter (`CastSums`); None if
-    it was not merged.
+    ``merge_*``: what the cast to the serving dtype left of a merged adapter (`CastSums`); None if it was not merged.
     """
 
     version: int

@@ -150,8 +150,7 @@ class TrackioTracker:
 class SwanlabTracker:
     """A run of SwanLab; its variables choose cloud, server or ``SWANLAB_MODE=offline``.
 
-    A value's step is its position. The SDK leaves out steps that a tag holds, so each start sends the whole run;
-    offline, into one new folder, as for W&B.
+    A value's step is its position. The SDK leaves out steps that a tag holds: each start sends all, offline as for W&B.
     """
 
     def __init__(self, run: TrackedRun, project: str, within: str | None = None) -> None:

@@ -219,8 +219,7 @@ class MetricsFollower:
     """Reads the file twice: far ahead to find out what counts, then up to the first step that may still be undone.
 
     A run that crashes resumes from its newest checkpoint and repeats the steps after it. So a step, and all lines after
-    it, wait for a checkpoint that contains it, at most ``HOLD_S``. Lines up to ``sent`` are skipped. Memory does not
-    grow with the file.
+    it, wait for a checkpoint that contains it, at most ``HOLD_S``. Lines up to ``sent`` are skipped. Memory is bounded.
     """
 
     def __init__(self, run_folder: RunFolder, sent: int = 0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,8 +23,7 @@ from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, adapter_diges
 log = get_logger(__name__)
 
 OnTensors = Callable[[int, BucketBytes, int, int, Marks], None]
-"""``(shard index, bytes of the bucket, first tensor, last tensor + 1, marks)``: the tensors of a bucket have arrived;
-they must be measured into ``marks``."""
+"""``(shard index, bytes of a bucket, first tensor, last tensor + 1, marks)``: measures what arrived into ``marks``."""
 
 
 @dataclass(frozen=True, slots=True)
