@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.config.load import load_config, parse_override
-from areal_lora.config.models import Config, ServiceConfig
+from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.errors import ConfigError
 from areal_lora.obs.console import LiveConsole, number, print_line
 from areal_lora.obs.metrics import records as r

@@ -20,8 +20,9 @@ A job has one pool, or one for each component of a heterogeneous Slurm job. Node
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from areal_lora.config.models import AdapterConfig, ClientWorkflowConfig, Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.run import ClusterConfig, Role
+from areal_lora.config.sections.task import ClientWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, MLP_LINEARS, Scope, covers
 from areal_lora.families.shape import ModelShape

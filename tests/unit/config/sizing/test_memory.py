@@ -8,10 +8,11 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AdapterConfig, Config, ServiceConfig, TrainerConfig
+from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight
 from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, source_ranks, staging_bytes
