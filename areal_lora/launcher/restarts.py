@@ -4,8 +4,7 @@ A unit is what starts together: a server, the controller, all ranks of the train
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
 ``HEALTHY_S`` restores the whole budget of its unit.
 
-A service, or gateway for remote servers, that has worked is restarted for as long as the run trains: it has no budget,
-and no exit code of it ends the run.
+A service, or gateway for remote servers, that has worked is restarted while the run trains: no budget or code ends it.
 
 A tracker or page is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
 
@@ -39,9 +38,8 @@ _RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
 class ProcessExit:
     """A process that is over. ``code`` is negative for a signal. ``error`` is the last one in its log.
 
-    ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0 and
-    ``node`` its host. ``lost``: with that node. ``never_started``: it could not be started on it. ``planned``: a server
-    that left in its turn to restart.
+    ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0, ``node``
+    its host. ``lost``: with that node. ``never_started`` on it. ``planned``: a server left in its turn to restart.
     """
 
     spec: ProcessSpec

@@ -7,8 +7,7 @@ One implementation for processes of this machine and for the steps of a Slurm jo
     command --- request ---> launcher of the run: `Turns.step` --- leave ---> server: leaves in order, ends well
        `------ progress <--------'      `- published again, joined: the next one     `- restarted by its own launcher
 
-The files are of the session: where the run itself starts again, all its servers have. A server that was added restarts
-by the launcher that added it.
+The files are of the session: a run that starts again has new servers. The launcher that added a server restarts it.
 """
 
 import contextlib

@@ -118,8 +118,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
-      equal shard of everything, embeddings and output layer apart even if tied, the layer that computes and the next
-      one (`_gathered_elements`).
+      equal shard of everything, embeddings and output layer apart even if tied, two layers (`_gathered_elements`).
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32, and 2 for a cast of the weight
       where the base is in bf16 (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1). lora_A of a column-parallel
       layer and lora_B of a row-parallel one are whole on every rank. The moments of a stage are divided over its ranks

@@ -10,8 +10,7 @@ Under ``finish`` every adapter's sequences may hold each version that is still t
 A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
 
 - Devices: in a pool, trainer ranks fill nodes in rank order. Each server takes ``rollout.tp`` devices of one node
-  after them, or with ``cluster.share_devices`` from the first device on; one that would straddle two nodes starts on
-  the next.
+  after them, or with ``cluster.share_devices`` from the first device on; it starts on the next rather than on two.
 - CPUs: a node takes ``devices_per_node`` trainer ranks, or more if there are too few nodes. Servers are distributed
   over the nodes of their pool without ranks, or are on its last node where all have ranks.
 - The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.

@@ -204,8 +204,7 @@ def causes(
 
     Args:
         hosts: Node of each process, by name.
-        srun_code: srun's own code, used where a task could not record its own. It is 0 also when the only node of
-            the step was lost.
+        srun_code: srun's own code, where a task could not record its own. It is 0 also if the step's only node is lost.
         lost: Nodes that Slurm has lost.
         logs: Log of each process, by name; ``srun_log`` holds the output of srun.
     """

@@ -160,8 +160,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
-    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was evaluated for both;
-    ``wall_s`` is 0 then.
+    ``measured_with``: another adapter whose version 0, the base as well, was evaluated for both; ``wall_s`` is 0 then.
     """
 
     version: int

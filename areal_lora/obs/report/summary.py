@@ -164,8 +164,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``eval_problems``, ``eval_unscored`` and ``eval_left_out`` count the last evaluation's problems, unscored answers
     and over-long prompts. All these are of the first set, and sums over the adapters. ``eval_sets`` has the figures of
     the last evaluation of every set by its name (`EvalRecord.scalars`), after the adapter's name if there are several.
-    ``probe_*_abs_dlogp`` are the largest values over all probed publishes of the probe's largest and mean
-    |logp trainer - logp server|.
+    ``probe_*_abs_dlogp`` are the largest values over all publishes of largest and mean |logp trainer - logp server|.
     ``staleness_histogram`` counts trained tokens by versions of lag, of which ``max_staleness`` is the largest.
     ``restarts`` counts by process, of which ``trainer`` is all ranks together; ``requeues`` those of Slurm jobs.
     """

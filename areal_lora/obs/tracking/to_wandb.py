@@ -5,8 +5,7 @@ W&B: a record is one row of the history, at the step that is its line in ``metri
 Lines only ascend, as W&B demands of steps: its own step is the last line it holds, and a row sent twice is ignored.
 The x axis of an adapter's curves is ``NAME/step``, the position that TensorBoard has.
 
-Offline, W&B knows nothing of earlier processes: each start writes the whole run into one new folder and removes the
-unfinished ones.
+Offline, W&B knows nothing of earlier processes: each start writes the whole run again and removes unfinished ones.
 """
 
 import os
