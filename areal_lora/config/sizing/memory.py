@@ -48,16 +48,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Estimate of ``count`` equal processes (a server counts with its workers). ``nodes`` has the node of each."""
+    """Estimate of equal processes (a server counts with its workers). ``nodes`` has the node of each."""
 
     name: str
     role: str
     nodes: tuple[int, ...]
     parts: tuple[Part, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.nodes)
 
     @property
     def device(self) -> int:
