@@ -43,11 +43,7 @@ class LiveRun:
     """A run whose page follows its records: a refresh reads the new ones alone, unless a resume made old ones void."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._tail, self.page = MetricsTail(folder), self._empty()
-
-    def _empty(self) -> RunPage:
-        return RunPage(self._folder, lambda config: config.model_dump_json(indent=2))
+        self._folder, self._tail, self.page = folder, MetricsTail(folder), RunPage(folder)
 
     def refresh(self) -> RunPage:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
@@ -57,7 +53,7 @@ class LiveRun:
             for record in () if void else records:
                 self.page.add(record)
         if void:
-            self.page = self._empty()
+            self.page = RunPage(self._folder)
             for record in iter_metrics(self._folder, self._tail.offset):  # later ones come with the next refresh
                 self.page.add(record)
         return self.page

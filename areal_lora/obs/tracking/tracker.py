@@ -23,7 +23,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import MetricsTail, VoidRecords, mark_of
-from areal_lora.obs.report.page import report_page
+from areal_lora.obs.report.page import RunPage, report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, read_events
 from areal_lora.run_folder.paths import RunFolder
@@ -288,7 +288,7 @@ def follow(
         tracker.end(None)
         return None
     summary: dict[str, Any] = read_summary(folder).values() if folder.summary.is_file() else {}
-    tracker.end(Ending(state=state, summary=summary, report=report_page(folder, public_json)))
+    tracker.end(Ending(state=state, summary=summary, report=report_page(RunPage(folder, public_json))))
     return state
 
 
