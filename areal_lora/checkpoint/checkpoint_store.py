@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from areal_lora.checkpoint import state as saved
-from areal_lora.config.models import CheckpointConfig
+from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread

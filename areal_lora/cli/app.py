@@ -72,7 +72,6 @@ class _Verbs(TyperGroup):
 
 
 def build() -> typer.Typer:
-    """Return the application with all verbs."""
     app = typer.Typer(
         name="areal-lora",
         cls=_Verbs,

@@ -23,7 +23,7 @@ from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import EvalRecord, StepRecord, mean_lag
+from areal_lora.obs.metrics.records import EvalRecord, StepRecord, lag_counts, mean_lag
 from areal_lora.obs.report.side_by_side import differing_keys, shown
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
@@ -137,10 +137,6 @@ def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures
     """Figures of the curves of one adapter; None: not measured."""
     last = itemgetter(-1)
     accuracies = [e.accuracy for e in evals if e.accuracy is not None and e.order == 0]
-    lags: dict[int, int] = {}
-    for step in steps:
-        for lag, count in step.staleness.items():
-            lags[lag] = lags.get(lag, 0) + count
     return {
         "steps": len(steps),
         "seconds": _of(last, [step.time_s for step in steps]),
@@ -151,7 +147,7 @@ def figures(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Figures
         "accuracy, last": accuracies[-1] if accuracies else None,
         "accuracy, best": max(accuracies, default=None),
         "entropy, last step": _of(last, [step.metrics.get("train/entropy") for step in steps]),
-        "mean lag of tokens": mean_lag(lags),
+        "mean lag of tokens": mean_lag(lag_counts(steps)),
         "sampled tokens per s, median": _of(median, [step.metrics.get("train/rollout_tokens_per_s") for step in steps]),
     }
 

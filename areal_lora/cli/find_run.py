@@ -22,14 +22,6 @@ VERSION_HELP = "a number, newest or best"
 ADAPTER_HELP = "which adapter, if the run has several"
 SHOWN = 8
 """Names of runs in an error."""
-ROLES = {
-    "areal_lora.trainer.main": "trainer",
-    "areal_lora.rollout.main": "controller",
-    "areal_lora.service.main": "service",
-    "areal_lora.engine.vllm_ext.server.main": "server",
-    "areal_lora.obs.tracking.main": "tracker",
-    "areal_lora.obs.report.live": "page",
-}
 
 Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=lambda incomplete: run_names(incomplete))]
 Version = Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)]
@@ -108,14 +100,16 @@ def is_free(folder: RunFolder) -> bool:
 
 def local_processes(folder: RunFolder) -> dict[str, int]:
     """``{"trainer-0": process id, ...}`` of the run's processes on this machine, found by their command lines."""
-    found = {}
+    from areal_lora.launcher.plan import MODULES  # takes longer than what most verbs need of this module
+
+    roles, found = {module: role for role, module in MODULES.items()}, {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = process.cmdline()
             if "--run-folder" not in command or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             options = dict(pairwise(command))
-            role = ROLES.get(options.get("-m", ""))
+            role = roles.get(options.get("-m", ""))
             if role is not None and os.path.realpath(options["--run-folder"]) == os.path.realpath(folder):
                 index = options.get("--index") or (process.environ().get("RANK", "0") if role == "trainer" else "0")
                 found[f"{role}-{index}"] = process.pid

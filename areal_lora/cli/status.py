@@ -1,7 +1,6 @@
 """``areal-lora status RUN``: what a run does now, or how it ended, from its folder, this machine's processes and Slurm.
 
-``look`` gathers, ``Status`` is the result. Nothing is written, so a run of another user, a read-only copy and a run
-that was killed can be looked at.
+``look`` gathers, ``Status`` is the result. Nothing is written: the run may be of another user, killed, or read-only.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ from areal_lora.launcher.start import Holder, holder
 from areal_lora.network.addresses import look as interfaces
 from areal_lora.obs.console import duration, histogram, number, percent, training_speed
 from areal_lora.obs.metrics.reader import newest_records, state_records
-from areal_lora.obs.metrics.records import mean_lag
+from areal_lora.obs.metrics.records import lag_counts, mean_lag
 from areal_lora.obs.report.closing import detail_lines
 from areal_lora.obs.run_view import AdapterView, RunView, counted
 from areal_lora.rollout.ledger.ledger import GroupState
@@ -164,8 +163,8 @@ def look(folder: RunFolder, config: Config) -> Status:
         reward=last.reward_mean if last and view.only else None,
         accuracy=accuracy,
         accuracy_version=accuracy_version,
-        staleness=dict(sorted(view.staleness.items())),
-        staleness_mean=mean_lag(view.staleness),
+        staleness=lag_counts(view.steps),
+        staleness_mean=mean_lag(lag_counts(view.steps)),
         checkpoints={name: version for name, version in newest.items() if version is not None},
         checkpoint_age_s=min((age for age in ages if age is not None), default=None),
         restarts=count_restarts(folder),

@@ -143,7 +143,7 @@ def restart_servers(
     run_folder, shown = find_run(run), ""
     config = read_config(run_folder)
     state = spares.run_state(config, run_folder)
-    if state.going is not spares.Going.GOING:
+    if state.phase is not Phase.RUNNING:
         raise ConfigError(str(run_folder), "no run is in progress there", "start the run first")
     folder = RunFolder(run_folder.path, state.session)
     progress = read_record(folder.restart_progress, RestartProgress)

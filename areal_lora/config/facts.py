@@ -20,6 +20,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_lora.config import models
 from areal_lora.config.recorded import missing_files
 from areal_lora.config.sections.run import CODE_REWARD, own_place
@@ -34,25 +36,16 @@ SPELLING = "write package.module:name or file.py:name"
 LOOKED = "correct the path; a relative one starts at the configuration's folder or the working folder"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportPath:
-    """A parsed import path. ``file`` is set for ``file.py:name``, else ``module``."""
-
-    name: str
-    module: str = ""
-    file: Path | None = None
-
-
-def parse_import_path(text: str, config_key: str) -> ImportPath:
-    """Parse ``text``. Raises ConfigError if it has neither of the two spellings."""
+def parse_import_path(text: str, config_key: str) -> tuple[Path | str, str]:
+    """The file or module, and the name in it. Raises ConfigError if ``text`` has neither of the two spellings."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ConfigError(config_key, f"{text!r} names no object of a module or file", SPELLING)
     if place.endswith(".py"):
-        return ImportPath(name=name, file=Path(os.path.expanduser(place)))
+        return Path(os.path.expanduser(place)), name
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(config_key, f"{place!r} is neither a module nor a .py file", SPELLING)
-    return ImportPath(name=name, module=place)
+    return place, name
 
 
 def check_import_path(text: str, config_key: str) -> None:
@@ -60,10 +53,10 @@ def check_import_path(text: str, config_key: str) -> None:
 
     A name that only exists at run time (``from x import *``, ``__getattr__``, a compiled module) counts as found.
     """
-    path = parse_import_path(text, config_key)
-    if path.file is not None and not path.file.is_file():
-        raise ConfigError(config_key, f"there is no file {path.file}", LOOKED)
-    source = path.file or _module_file(path.module, config_key)
+    place, name = parse_import_path(text, config_key)
+    if isinstance(place, Path) and not place.is_file():
+        raise ConfigError(config_key, f"there is no file {place}", LOOKED)
+    source = place if isinstance(place, Path) else _module_file(place, config_key)
     if source is None:
         return
     try:
@@ -71,10 +64,10 @@ def check_import_path(text: str, config_key: str) -> None:
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(config_key, f"{source} is not readable Python: {error}", "correct the file") from None
     names = set(_bound_names(tree.body))
-    if path.name not in names and not names & {"*", "__getattr__"}:
-        close = difflib.get_close_matches(path.name, sorted(names), n=1)
+    if name not in names and not names & {"*", "__getattr__"}:
+        close = difflib.get_close_matches(name, sorted(names), n=1)
         fix = f"did you mean {close[0]}" if close else "define it there, or correct the name"
-        raise ConfigError(config_key, f"{source} defines no {path.name!r}", fix)
+        raise ConfigError(config_key, f"{source} defines no {name!r}", fix)
 
 
 def _module_file(module: str, config_key: str) -> Path | None:
@@ -169,6 +162,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
         except AdapterError as error:
             peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    gpus = probe_gpus() if runs_here and config.cluster.device == "cuda" else []
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
@@ -180,7 +174,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
         address_problem=_address_problem(config) if runs_here else None,
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
-        device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
+        device_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20 or None,
         shared_bytes=shared if runs_here else None,
     )
 
@@ -260,7 +254,7 @@ def _code_problems(config: models.Config) -> Iterator[ConfigError]:
                     continue  # of another interpreter, or no code
             try:
                 # Modules of another interpreter cannot be checked here.
-                if config.rollout.python is None or parse_import_path(text, key).file is not None:
+                if config.rollout.python is None or isinstance(parse_import_path(text, key)[0], Path):
                     check_import_path(text, key)
             except ConfigError as error:
                 yield error
@@ -277,8 +271,8 @@ def _service_problems(config: models.Config) -> Iterator[ConfigError]:
         if text == CODE_REWARD:
             continue
         try:
-            file = parse_import_path(text, key).file
-            if file is not None and not file.is_absolute():
+            place, _ = parse_import_path(text, key)
+            if isinstance(place, Path) and not place.is_absolute():
                 reason = f"{text!r} is a relative path"
                 raise ConfigError(key, reason, "give the whole path: tenants spell it like this")
             check_import_path(text, key)
@@ -303,11 +297,20 @@ def _visible_devices(device: str) -> int | None:
     return len(list(Path("/dev").glob({"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}[device])))
 
 
-def _device_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine as nvidia-smi reports it; None where it does not work."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """``memory_mib`` is 0 where it is not known."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def probe_gpus() -> list[GpuFacts]:
+    """The GPUs that nvidia-smi lists; none where it is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)
-        return min(int(line) for line in done.stdout.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(", ", 2) for line in done.stdout.splitlines() if line.count(", ") >= 2]
+    return [GpuFacts(name=n, memory_mib=int(m) if m.isdecimal() else 0, driver=driver) for n, m, driver in rows]

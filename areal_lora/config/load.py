@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
-from areal_lora.config.models import Config
 from areal_lora.config.sections.section import described
 from areal_lora.config.sections.task import BUILT_IN, TAGS
 from areal_lora.errors import ConfigError, ConfigErrors
@@ -134,7 +133,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def examples() -> Path:
-    """Folder of the shipped examples."""
     installed = _PACKAGE / "examples"
     return installed if installed.is_dir() else _PACKAGE.parent / "examples"
 
@@ -333,7 +331,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     given: Mapping[str, Mapping[str, str]] | None = None,
-) -> Config:
+) -> models.Config:
     """Read, merge, override, validate. A part is a YAML file or a mapping of the same shape.
 
     A bare file name may be that of a shipped example. Relative paths in a mapping are looked up in the working folder.
@@ -355,7 +353,7 @@ def load_config(
         merged = _with_given(merged, section, keys)
     _resolve_paths(merged, sources)
     try:
-        return Config.model_validate(merged)
+        return models.Config.model_validate(merged)
     except ValidationError as error:
         errors = to_config_errors(error, merged, sources)
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None

@@ -1,7 +1,6 @@
 """The configuration tree. Unknown keys are errors; this package imports no torch, vLLM or Megatron.
 
-Its sections are defined by subject (``run``, ``adapter``, ``workflow``, ``roles``, ``cluster``, ``service``); users
-import them from here.
+Its sections are defined by subject (``run``, ``adapter``, ``task``); those that users make are imported from here, too.
 """
 
 import json
@@ -12,35 +11,17 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig, SftConfig
-from areal_lora.config.sections.run import (
-    BehaviourConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    EvalConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    ServiceConfig,
-    TrainerConfig,
-    WeightSyncConfig,
-)
+from areal_lora.config.sections import run as sections
+from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig
+from areal_lora.config.sections.run import ClusterConfig, ModelConfig, TrainerConfig, WeightSyncConfig
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.task import (
-    ClientWorkflowConfig,
-    SingleTurnWorkflowConfig,
-    WorkerWorkflowConfig,
-    WorkflowConfig,
-)
+from areal_lora.config.sections.task import SingleTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
 __all__ = [
-    "AdapterConfig", "BehaviourConfig", "CheckpointConfig", "ClientWorkflowConfig",
-    "ClusterConfig", "Config", "EvalConfig", "ModelConfig",
-    "OptimizerConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "ServiceConfig",
-    "SftConfig", "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig",
-    "WorkflowConfig",
+    "AdapterConfig", "ClusterConfig", "Config", "ModelConfig", "OptimizerConfig", "SamplingConfig",
+    "SingleTurnWorkflowConfig", "TrainerConfig", "WeightSyncConfig", "WorkerWorkflowConfig", "WorkflowConfig",
 ]
 # fmt: on
 
@@ -48,17 +29,17 @@ __all__ = [
 class Config(Section):
     """The configuration of one run: YAML files merged in order, then dotted overrides."""
 
-    run: RunConfig
+    run: sections.RunConfig
     model: ModelConfig
-    service: ServiceConfig | None = None
+    service: sections.ServiceConfig | None = None
     """If present, even as `{}`, adapters join and leave while the run works."""
     adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
-    rollout: RolloutConfig = RolloutConfig()
-    behaviour: BehaviourConfig = BehaviourConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    behaviour: sections.BehaviourConfig = sections.BehaviourConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @field_validator("adapters")

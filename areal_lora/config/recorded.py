@@ -85,7 +85,6 @@ def own_path(error: ConfigError) -> ConfigError:
 
 
 def alone(config: Config, adapter: AdapterConfig) -> Config:
-    """``config`` with this adapter only."""
     return config.model_copy(update={"adapters": [adapter]})
 
 
@@ -196,12 +195,10 @@ def probe_tolerance(config: Config) -> float:
 
 
 def adapter_runs(config: Config) -> dict[str, AdapterRun]:
-    """The settings of every adapter by name, in the order of the configuration."""
     return {adapter.name: adapter_run(config, adapter) for adapter in config.adapters}
 
 
 def steps_of(config: Config) -> dict[str, int]:
-    """Training steps of every adapter by name."""
     return {name: run.steps for name, run in adapter_runs(config).items()}
 
 

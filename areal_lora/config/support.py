@@ -214,7 +214,6 @@ def engine_problems(engine: Engine, config: Mapping[str, Any]) -> list[str]:
 
 
 def engines(config: Mapping[str, Any]) -> tuple[Engine, ...]:
-    """The engines that train a model with this config.json."""
     return tuple(engine for engine in ENGINES if not engine_problems(engine, config))
 
 

@@ -31,7 +31,6 @@ from areal_lora.config.recorded import probe_tolerance, read_config, write_confi
 from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.doctor import probes
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
-from areal_lora.doctor.probes import CanaryFacts, interpreters
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import MODULES, SERVER, TRAINER, ProcessSpec, make_plan
@@ -200,13 +199,13 @@ def canary_config(root: Path, like: Config | None = None) -> Config:
     return Config.model_validate(values)
 
 
-def fly(config: Config, root: Path) -> CanaryFacts:
+def fly(config: Config, root: Path) -> probes.CanaryFacts:
     """Run the canary in ``root``, a folder of its own on the file system of the run root."""
     if not TINY_MODEL.is_dir():
-        return CanaryFacts(skipped=f"{TINY_MODEL} is not there; it belongs to a checkout of the repository")
+        return probes.CanaryFacts(skipped=f"{TINY_MODEL} is not there; it belongs to a checkout of the repository")
     folder = RunFolder(root / NAME, "")
     folder.logs.mkdir(parents=True)
-    cluster, python = config.cluster, interpreters(config)
+    cluster, python = config.cluster, probes.interpreters(config)
     write_config(folder, canary_config(root, config))
     create_secret(folder)
     server = _process(folder, cluster, SERVER, python["rollout"], MODULES[SERVER], "--index", "0")
@@ -223,15 +222,15 @@ def fly(config: Config, root: Path) -> CanaryFacts:
                 codes = {ended.spec.name: ended.code for ended in supervisor.poll()}
             total_s = time.monotonic() - started
     except EnvironmentError_ as error:
-        return CanaryFacts(side="launcher", problem=str(error))
+        return probes.CanaryFacts(side="launcher", problem=str(error))
     if trainer.name in codes or (ready_s and server.name not in codes):
         if codes.get(trainer.name) != 0:
             problem = _last_error(folder.log(trainer.name), codes.get(trainer.name))
-            return CanaryFacts(side="trainer", problem=problem, total_s=total_s)
+            return probes.CanaryFacts(side="trainer", problem=problem, total_s=total_s)
         result = next(line for line in reversed(last_lines(folder.log(trainer.name), 100)) if line.startswith("{"))
-        return CanaryFacts(ready_s=ready_s, total_s=total_s, **msgspec.json.decode(result))
+        return probes.CanaryFacts(ready_s=ready_s, total_s=total_s, **msgspec.json.decode(result))
     problem = _last_error(folder.log(server.name), codes.get(server.name))
-    return CanaryFacts(side="rollout server", problem=problem)
+    return probes.CanaryFacts(side="rollout server", problem=problem)
 
 
 def _process(folder: RunFolder, cluster: ClusterConfig, role: str, python: str, module: str, *more: str) -> ProcessSpec:

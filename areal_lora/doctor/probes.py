@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.config.facts import SHARED_MEMORY, GpuFacts, probe_gpus
 from areal_lora.config.models import Config
 from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
@@ -45,12 +46,6 @@ class RoleFacts(msgspec.Struct, frozen=True, kw_only=True):
     plugins: list[str] = []
     digest: str = ""
     location: str = ""
-
-
-class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    memory_mib: int
-    driver: str
 
 
 class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +109,6 @@ class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANSWER_S = 30.0
-SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 1 << 20
 CONFIG = "examined.json"
 NBYTES, TIMES, MEET_S = 32 << 20, 4, 60.0
@@ -150,16 +144,6 @@ def probe_role(role: str, python: str) -> RoleFacts:
     except (msgspec.DecodeError, msgspec.ValidationError, TypeError):
         problem = f"it is not a Python: it printed {printed[:80]!r}"
     return RoleFacts(role=role, python=python, problem=problem)
-
-
-def probe_gpus() -> list[GpuFacts]:
-    """The GPUs that nvidia-smi lists; none where it is missing or fails."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        rows = [line.rsplit(", ", 2) for line in answer_of(query).splitlines() if line.count(", ") >= 2]
-    except NoAnswer:
-        return []
-    return [GpuFacts(name=name, memory_mib=int(memory), driver=driver) for name, memory, driver in rows]
 
 
 def probe_folder(root: Path) -> FolderFacts:

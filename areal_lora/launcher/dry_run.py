@@ -17,7 +17,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing.memory import GIB, LEAST_KV, device_bytes, kv_token_bytes, source_ranks, version_bytes
+from areal_lora.config.sizing import memory as sizing
+from areal_lora.config.sizing.memory import GIB, device_bytes, source_ranks, version_bytes
 from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -66,7 +67,7 @@ def _summary(config: Config, plan: JobPlan) -> Table:
             here = [spec for spec in plan.processes if (spec.node, spec.role) == (node, role)]
             if here:
                 of_role = "rollout" if role == SERVER else role
-                memory = [m for m in plan.memory.processes if m.role == of_role and node in m.nodes]
+                memory = [m for m in plan.memory if m.role == of_role and node in m.nodes]
                 devices = _ranges(sorted(d for spec in here for d in spec.devices)) or "none"
                 each = max(m.device for m in memory)
                 text = f"{_gib(each)}{f' of {_gib(limit)}' if limit else ''}" if each else ""
@@ -120,9 +121,7 @@ def _runs(specs: list[ProcessSpec]) -> str:
 
 def _memory(plan: JobPlan) -> Table:
     """Estimates of the largest trainer rank, of a server replica and of the controller: part by part."""
-    kinds = [
-        max((m for m in plan.memory.processes if m.role == role), key=lambda m: m.device + m.host) for role in _SHORT
-    ]
+    kinds = [max((m for m in plan.memory if m.role == role), key=lambda m: m.device + m.host) for role in _SHORT]
     names = list(dict.fromkeys(part.name for m in kinds for part in m.parts))
     columns = [(m, where) for m in kinds for where in ("device", "host") if getattr(m, where)]
     titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
@@ -195,16 +194,17 @@ def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     """What the KV cache of a replica holds."""
-    per_token, limit = kv_token_bytes(config, plan.shape), device_bytes(config, None)
-    if config.rollout.kv_cache_gib is not None:
-        bytes_ = int(config.rollout.kv_cache_gib * GIB) * (config.rollout.tp if config.cluster.device == "cpu" else 1)
-    elif config.cluster.device == "cpu":
-        bytes_ = sum(p.host for m in plan.memory.processes for p in m.parts if p.name == "KV cache") * config.rollout.tp
+    per_token, limit = sizing.kv_token_bytes(config, plan.shape), device_bytes(config, None)
+    server = _server(plan)
+    if config.cluster.device == "cpu":
+        bytes_ = sum(part.host for part in server.parts if part.name == "KV cache") * config.rollout.tp
+    elif config.rollout.kv_cache_gib is not None:
+        bytes_ = sizing.kv_part(config, plan.shape)
     elif limit is None:
         yield "KV cache: unknown; set cluster.device_memory_gib to the memory of one device"
         return
     else:
-        bytes_ = int(config.rollout.gpu_memory_utilization * limit) - _before_kv(plan)
+        bytes_ = sizing.kv_bytes(config, plan.shape, server, limit)
     tokens, longest = max(0, bytes_) // per_token, config.rollout.max_model_len
     yield (
         f"KV cache of a replica: {tokens:,} tokens, {tokens // longest:,} sequences of {longest} "
@@ -212,10 +212,8 @@ def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     )
 
 
-def _before_kv(plan: JobPlan) -> int:
-    """Bytes of a server's device besides the KV cache."""
-    parts = [part for m in plan.memory.processes if m.role == "rollout" for part in m.parts]
-    return sum(part.device for part in parts if part.name not in (LEAST_KV, "KV cache"))
+def _server(plan: JobPlan) -> sizing.Memory:
+    return next(memory for memory in plan.memory if memory.role == "rollout")
 
 
 def _first_to_run_out(config: Config, plan: JobPlan) -> str:
@@ -223,13 +221,14 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
     found: list[tuple[str, float, float]] = []
     limit = device_bytes(config, None)
     if limit is not None and config.cluster.device != "cpu":
-        rank = max(m.device for m in plan.memory.processes if m.role == "trainer")
+        rank = max(m.device for m in plan.memory if m.role == "trainer")
         share = config.rollout.gpu_memory_utilization * limit
         left = limit - share if config.cluster.share_devices else limit
         found.append(("device memory of a trainer rank", rank, left))
-        found.append(("device memory of a server before its KV cache", _before_kv(plan), share))
+        before_kv = _server(plan).device - sizing.kv_part(config, plan.shape)
+        found.append(("device memory of a server before its KV cache", before_kv, share))
     host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
-    most = max(plan.memory.host_of(node) for node in range(plan.nodes))
+    most = max(sizing.host_bytes(plan.memory, node) for node in range(plan.nodes))
     if host is not None:
         name = "host memory of a node" if config.cluster.kind == "slurm" else "memory of this machine"
         found.append((name, most, host))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import Role
-from areal_lora.config.sizing.memory import JobMemory, job_memory
+from areal_lora.config.sizing.memory import Memory, job_memory
 from areal_lora.config.sizing.slots import Pool, Seats, has_tenants, pools_of, seats_of
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
@@ -31,15 +31,8 @@ MODULES = {
     PAGE: "areal_lora.obs.report.live",
     REMOTE: "areal_lora.engine.vllm_ext.remote.remote_gateway",
 }
-ROLES: dict[str, Role] = {
-    TRAINER: "trainer",
-    SERVER: "rollout",
-    CONTROLLER: "controller",
-    SERVICE: "controller",
-    TRACKER: "controller",
-    PAGE: "controller",
-    REMOTE: "controller",
-}
+OWN_KEYS: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout"}
+ROLES: dict[str, Role] = {role: OWN_KEYS.get(role, "controller") for role in MODULES}
 """Role of a process -> its name in the configuration."""
 
 
@@ -70,7 +63,7 @@ class JobPlan:
     run_folder: RunFolder
     pools: tuple[Pool, ...]
     processes: tuple[ProcessSpec, ...]
-    memory: JobMemory
+    memory: tuple[Memory, ...]
     shape: ModelShape
 
     @property
@@ -129,10 +122,11 @@ def _observers(config: Config, folder: RunFolder, node: int) -> list[ProcessSpec
     """In this interpreter, whose packages were checked, and without the wrapper of a role."""
 
     def spec(role: str, index: int, *more: str) -> ProcessSpec:
-        argv = (sys.executable, "-m", MODULES[role], "--run-folder", str(folder), "--index", str(index), *more)
+        argv = (sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
         return ProcessSpec(role, index, argv, _common_env(config, 1), node)
 
-    trackers = [spec(TRACKER, i, "--tracker", name) for i, name in enumerate(clients_of(config.run.trackers))]
+    clients = enumerate(clients_of(config.run.trackers))
+    trackers = [spec(TRACKER, i, "--index", str(i), "--tracker", name) for i, name in clients]
     return trackers + [spec(PAGE, 0)] * config.run.page
 
 

@@ -4,8 +4,7 @@ A unit is what starts together: a server, the controller, all ranks of the train
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
 ``HEALTHY_S`` restores the whole budget of its unit.
 
-A service, or gateway for remote servers, that has worked is restarted for as long as the run trains: it has no budget,
-and no exit code of it ends the run.
+A service, or gateway for remote servers, that has worked is restarted while the run trains: no budget or code ends it.
 
 A tracker or page is abandoned when its budget is spent, whatever its exit codes: the run does not depend on it.
 
@@ -39,9 +38,8 @@ _RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception|Exit)_?: .*)")
 class ProcessExit:
     """A process that is over. ``code`` is negative for a signal. ``error`` is the last one in its log.
 
-    ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0 and
-    ``node`` its host. ``lost``: with that node. ``never_started``: it could not be started on it. ``planned``: a server
-    that left in its turn to restart.
+    ``why`` states the reason if the launcher itself, or a failed peer, ended it. In a Slurm job ``pid`` is 0, ``node``
+    its host. ``lost``: with that node. ``never_started`` on it. ``planned``: a server left in its turn to restart.
     """
 
     spec: ProcessSpec
@@ -274,11 +272,6 @@ def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -
     target = next(path for n in count(1) if not (path := folder / f"stall-{n}.txt").exists())
     target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return target
-
-
-def waits(run_folder: RunFolder) -> str:
-    """``trainer-0: step 3: waiting for rollouts; server-0: serving``."""
-    return "; ".join(f"{process}: {text}" for process, text in read_statuses(run_folder).items())
 
 
 def _sizes(folder: Path) -> dict[Path, int]:

@@ -201,8 +201,7 @@ def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> i
 
     With a ``sweep`` its adapters are the trials, which are checked as listed ones and join the run.
     Blocks until a local run ends. Call it in the main thread: Ctrl-C stops the run. Returns an ``ExitCode``: DONE,
-    INTERRUPTED, or how the run failed. Raises ArealLoraError for a run that cannot start, ConfigErrors for a
-    configuration that the guardrails refuse.
+    INTERRUPTED, or how the run failed. Raises ArealLoraError for a run that cannot start, ConfigErrors if refused.
     """
     out, err = run_console(), Console(stderr=True, highlight=False)
     prepared = prepare(config, err, fresh=fresh)
@@ -287,8 +286,7 @@ def start(
 def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     """Its code is DONE when trainer rank 0 ended well, INTERRUPTED, or how the run failed.
 
-    Failed processes are restarted, see ``Restarts``. Whatever the outcome, no process, port or shared memory of the
-    run remains.
+    Failed processes are restarted (`Restarts`). Whatever the outcome, no process, port or shared memory remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:

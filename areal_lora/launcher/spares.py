@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 
 import msgspec
@@ -65,19 +64,14 @@ def starts(run_folder: RunFolder) -> Iterator[tuple[Path, str | Owner]]:
             yield path, start
 
 
-class Going(Enum):
-    """Whether a run is in progress. ``WAITING``: Slurm holds its job back, or has requeued it."""
-
-    GOING = auto()
-    WAITING = auto()
-    OVER = auto()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """``secret_ns`` is when the session's secret was made (Unix time), 0 if there is none. Each start makes one."""
+    """``phase`` is RUNNING, OVER, or WAITING: Slurm holds the run's job back, or has requeued it.
 
-    going: Going
+    ``secret_ns`` is when the session's secret was made (Unix time), 0 if there is none. Each start makes one.
+    """
+
+    phase: Phase
     session: str
     secret_ns: int
 
@@ -87,19 +81,20 @@ def run_state(config: Config, folder: RunFolder) -> RunState:
     current = RunFolder.current(folder.path)
     session, secret_ns = current.session, current.secret.stat().st_mtime_ns if current.secret.exists() else 0
     if config.cluster.kind == "local":
-        return RunState(going=Going.GOING if holder(folder) else Going.OVER, session=session, secret_ns=secret_ns)
-    job = job_query.submitted_job(folder)
-    going = Going.OVER if job is None else job_going(job_query.look(job))
-    return RunState(going=going, session=session, secret_ns=secret_ns)
+        phase = Phase.RUNNING if holder(folder) else Phase.OVER
+    else:
+        job = job_query.submitted_job(folder)
+        phase = Phase.OVER if job is None else phase_of_run(job_query.look(job))
+    return RunState(phase=phase, session=session, secret_ns=secret_ns)
 
 
-def job_going(job: JobRecord) -> Going:
-    """Whether the run of ``job`` is in progress. It is, while Slurm does not answer."""
+def phase_of_run(job: JobRecord) -> Phase:
+    """RUNNING, WAITING or OVER. The run of ``job`` counts as running while Slurm does not answer."""
     phase = explain(job).phase
     if phase is Phase.OVER or job.forgotten:
-        return Going.OVER
+        return Phase.OVER
     works = phase is Phase.UNKNOWN or (phase is Phase.RUNNING and job.state not in HELD)
-    return Going.GOING if works else Going.WAITING
+    return Phase.RUNNING if works else Phase.WAITING
 
 
 def run_spares(
@@ -113,13 +108,13 @@ def run_spares(
 ) -> int:
     """Run ``n`` spare servers until the run ends or a signal comes. Returns an ``ExitCode``. Raises ConfigError."""
     look, every_s = state or (lambda: run_state(config, folder)), LOOK_S[config.cluster.kind]
-    if look().going is Going.OVER:
+    if look().phase is Phase.OVER:
         raise ConfigError(str(folder), "no run is in progress there", "start the run first")
     noted = note_process(folder)
     try:
         with Interrupts() as interrupts:
-            while not interrupts.count and (now := look()).going is not Going.OVER:
-                if now.going is Going.GOING and now.secret_ns:
+            while not interrupts.count and (now := look()).phase is not Phase.OVER:
+                if now.phase is Phase.RUNNING and now.secret_ns:
                     session = _Session(config, RunFolder(folder.path, now.session), n, grace_s, console)
                     code = session.run(interrupts, look, now)
                     if code != ExitCode.DONE:
@@ -157,7 +152,7 @@ class _Session:
                 if (now := time.monotonic()) >= next_look:
                     next_look = now + self._every_s
                     if (state := look()) != started:
-                        over, in_order = state.going is Going.OVER, False
+                        over, in_order = state.phase is Phase.OVER, False
                         print_line(self._console, "the run is over" if over else "the run has another session")
                         break
                 code = self._tick(supervisor, now) or code
@@ -237,7 +232,7 @@ def add_servers(run_folder: RunFolder, job: SpareJob, *, nodes: int = 1, here: b
         raise ConfigError("--servers", "at least one server is added", "give a positive number")
     if here or config.cluster.kind == "local":
         return run_spares(config, folder, job.servers, grace_s=job.grace_s, console=console)
-    if run_state(config, folder).going is Going.OVER:
+    if run_state(config, folder).phase is Phase.OVER:
         raise ConfigError(str(folder), "no run is in progress there", "start the run first")
     if job.grace_s >= KILL_WAIT_S:
         print_line(console, f"note: a cancelled job is killed after KillWait, by default {KILL_WAIT_S:g} s")

@@ -227,9 +227,8 @@ class RunStart:
     """The run folder, locked while the launcher runs. ``previous`` is the run to resume.
 
     Entering takes the lock and, with ``fresh``, renames an earlier run to the first free ``<name>.N`` (``moved``).
-    ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name) into it. The run is
-    that of ``sweep``, if given. Raises ConfigError where a launcher or a job uses the folder, it holds something else,
-    or its run cannot be resumed so.
+    ``prepare`` makes the folder ready for processes and puts ``code`` (texts by file name) into it. The run is that of
+    ``sweep``, if given. Raises ConfigError for a folder in use, of something else, or whose run cannot be resumed so.
     """
 
     def __init__(

@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.config.load import load_config, parse_override
-from areal_lora.config.models import Config, ServiceConfig
+from areal_lora.config.models import Config
 from areal_lora.config.recorded import adapter_run
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.errors import ConfigError
 from areal_lora.obs.console import LiveConsole, number, print_line
 from areal_lora.obs.metrics import records as r
@@ -80,8 +81,7 @@ class RungDecision(msgspec.Struct, frozen=True, kw_only=True):
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     """The plan and its decisions so far, as in ``RUN/sweep.json``.
 
-    ``command`` is what starts a run of one trial, without the trial's own overrides. ``repeats``: such a run has the
-    same bits (``rollout.deterministic``).
+    ``command`` starts a run of one trial, without its overrides. ``repeats``: with the same bits (`deterministic`).
     """
 
     command: tuple[str, ...]
@@ -107,8 +107,7 @@ def plan_sweep(
     """The configuration with a listed adapter per trial, and the sweep.
 
     Of ``overrides`` those of an adapter's keys with a list have a value per trial. ``rungs`` are parts of the steps,
-    such as ``1/4,1/2``, if not those of `plan_rungs`. Raises ConfigError for trials that could not
-    be compared.
+    such as ``1/4,1/2``, if not those of `plan_rungs`. Raises ConfigError for trials that could not be compared.
     """
     swept, shared = dict[str, list[Any]](), []
     for text in overrides:
@@ -321,8 +320,7 @@ def print_plan(sweep: Sweep, console: Console) -> None:
 def print_result(folder: RunFolder, console: Console) -> None:
     """A table of the trials, the winner with its overrides, and what a run of its own gives; nothing without a sweep.
 
-    The winner has the best newest score, so a trial that declines to the end loses to one that stopped. The run must
-    have a summary.
+    The winner has the best newest score: a trial that declines loses to one that stopped. The run must have a summary.
     """
     if (sweep := read_sweep(folder)) is None:
         return

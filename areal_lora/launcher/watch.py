@@ -7,8 +7,7 @@ One implementation for processes of this machine and for the steps of a Slurm jo
     command --- request ---> launcher of the run: `Turns.step` --- leave ---> server: leaves in order, ends well
        `------ progress <--------'      `- published again, joined: the next one     `- restarted by its own launcher
 
-The files are of the session: where the run itself starts again, all its servers have. A server that was added restarts
-by the launcher that added it.
+The files are of the session: a run that starts again has new servers. The launcher that added a server restarts it.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from areal_lora.obs.console import LiveConsole
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import forget_endpoint, published_files, read_endpoint
-from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, forget_beats, last_beats
+from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, forget_beats, last_beats, read_statuses
 
 LOG_LINES = 30
 POLL_S, TICK_S = 0.1, 0.5
@@ -107,7 +106,7 @@ class Watch:
             if failure is not None:
                 return failure
             for specs in self._restarts.due(time.monotonic()):
-                for spec in (spec for spec in specs if spec.role != roles.SERVER):
+                for spec in (spec for spec in specs if spec.role != SERVER):
                     # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
                     forget_endpoint(self._folder, spec.role, spec.index)
                 self._processes.start(specs)
@@ -158,9 +157,8 @@ class Watch:
         for spec in [spec for spec in self._processes.running() if spec.name in silent]:
             how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
             path = restarts.write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
-            self._view.note(
-                f"{spec.name} {how}; the stacks of all processes are in {path}; {restarts.waits(self._folder)}"
-            )
+            waits = "; ".join(f"{process}: {text}" for process, text in read_statuses(self._folder).items())
+            self._view.note(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits}")
             write_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=str(path)))
             members = self._processes.end(self._restarts.members(spec), why=how)
             verdict = self._decide(next(e for e in members if e.spec == spec), now)

@@ -246,7 +246,6 @@ class LiveConsole:
                 print_line(self._console, sample)
 
     def note(self, text: str) -> None:
-        """Print one line about an event."""
         # Wrapping would split one event over several lines of a log file.
         print_line(self._console, f"{self._time()}{text}")
 

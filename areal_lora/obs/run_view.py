@@ -43,7 +43,7 @@ def counted(done: int, total: int | None) -> str:
 
 
 def newest_state(recorded: records.AdapterStateRecord | None, steps_done: int, total: int | None) -> AdapterPhase:
-    """The recorded state; without one what the steps tell, as in files of earlier versions and after a resume."""
+    """The recorded state; without one what the steps tell, as after a resume."""
     if recorded is not None:
         return recorded.state
     if total is not None and steps_done >= total:
@@ -125,17 +125,13 @@ class AdapterView:
     @property
     def mean_lag(self) -> float | None:
         """Mean staleness of the tokens of the newest steps, in versions."""
-        counts: Counter[int] = Counter()
-        for step in self.steps:
-            counts.update(step.staleness)
-        return records.mean_lag(counts)
+        return records.mean_lag(records.lag_counts(self.steps))
 
 
 class RunView:
     """Accumulates the records shown; drawing is separate, so that the state is testable.
 
-    ``totals`` are the training steps of each adapter, None where no one knows. A record without a name belongs to the
-    only one.
+    ``totals``: training steps of each adapter, None where no one knows. A record without a name is of the only one.
     """
 
     def __init__(self, totals: Mapping[str, int | None]) -> None:
@@ -204,14 +200,6 @@ class RunView:
         self.excluded |= record.lost
         found = [f"{name} is excluded: {why}" for name, why in record.lost.items()]
         return [text for text in found if self.prefix(record.adapter) + text not in self.problems]
-
-    @property
-    def staleness(self) -> dict[int, int]:
-        """Trained tokens of the newest steps by versions of lag."""
-        counts: Counter[int] = Counter()
-        for record in self.steps:
-            counts.update(record.staleness)
-        return dict(counts)
 
     def shares(self) -> dict[str, float]:
         """Each adapter's part of the trained tokens of the newest steps; 0 for all before the first step."""

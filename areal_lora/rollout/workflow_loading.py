@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config import models as config
+from areal_lora.config.sections import adapter as entry, task as config
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ConfigError
 from areal_lora.rollout import workflow as flow
@@ -31,7 +31,7 @@ from areal_lora.types import AdapterRef
 
 
 def build_training(
-    adapter: config.AdapterConfig,
+    adapter: entry.AdapterConfig,
     context: flow.WorkflowContext,
     sessions: Sessions,
     folder: RunFolder | None = None,

@@ -3,8 +3,7 @@
 A plan is one array of blocks, made once per layout and checked against the memories that it touches: trainer
 parameters, wire buffers, serving slots. `TensorBlocks.copy` runs it; the reversed plan is the inverse. The loops run
 without the GIL and without OpenMP, in the thread that calls them: a server receives beside the model that generates in
-the same process, and no tensor costs Python work. Only this file works with memory addresses. `strided` runs the same
-plans on a device.
+the same process, and no tensor costs Python work. No other file uses addresses. `strided` runs the plans on a device.
 """
 
 import hashlib
@@ -267,8 +266,7 @@ BLOCK = np.dtype([(name, np.float32 if name == "scale" else np.int64) for name i
 class TensorBlocks:
     """Blocks grouped by tensor: those of tensor i are ``first[i]:first[i + 1]``.
 
-    ``src_dtype`` and ``dst_dtype`` are among `KINDS`; ``first`` is int64 [tensors + 1], ``blocks`` has a
-    `Block` in each row.
+    ``src_dtype`` and ``dst_dtype`` are among `KINDS`; ``first`` is int64 [tensors + 1], a row of ``blocks`` a `Block`.
     """
 
     src_dtype: str

@@ -91,7 +91,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weights(self) -> tuple[np.ndarray, ...]:
-        """Multipliers of ``seal.shard_sum`` per shard, uint64 [tensors, 2]: for each tensor the sum of the keys that
+        """Multipliers of `manifest.shard_sum` per shard, uint64 [tensors, 2]: for each tensor the sum of the keys that
         belong to the places of its names in sorted order.
 
         The sum depends neither on the sharding of the trainer nor on which names share a tensor on the wire.
@@ -187,7 +187,6 @@ class TensorTable:
         return 0 if tensors == 0 else int(self.ends[tensors - 1])
 
     def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """``plan_buckets`` of the shard."""
         if bucket_bytes not in self._buckets:
             self._buckets[bucket_bytes] = plan_buckets(self._shard, bucket_bytes)
         return self._buckets[bucket_bytes]

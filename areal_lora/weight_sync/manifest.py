@@ -281,8 +281,7 @@ def base_digest(model_path: str | os.PathLike[str]) -> str:
     """Identity of a frozen base: ``config.json`` and every ``*.safetensors`` file of a Hugging Face folder.
 
     File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the contents are sampled in
-    evenly spaced blocks. The result is cached for as long as sizes and modification times stay. Raises AdapterError if
-    the folder is not a checkpoint.
+    evenly spaced blocks. Cached while sizes and modification times stay. Raises AdapterError for no checkpoint.
     """
     folder = Path(model_path)
     config = folder / "config.json"

@@ -177,8 +177,7 @@ class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Report of a worker's receiver, once per ``start``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a ``refusal.RefusalReason`` word. ``digest`` is the ``seal.adapter_digest``
-    of the verified bytes. ``slot`` is -1 without a slot.
+    ``reason``: a `RefusalReason`, empty if ``ok``. ``digest``: `adapter_digest` of the verified bytes. No slot: -1.
     """
 
     ref: str
@@ -214,7 +213,7 @@ class DropReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RefusalReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a 409. ``reason`` is a ``refusal.RefusalReason`` word."""
+    """Body of a 409. ``reason`` is a `RefusalReason`."""
 
     reason: str
     detail: str

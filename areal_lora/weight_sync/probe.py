@@ -61,8 +61,7 @@ class ProbeExpectation:
 class ProbeResult:
     """Mean and largest |logp trainer - logp server| over all scored tokens.
 
-    ``compared`` is the mean without the sequences that may hold a tie. ``differs``: the server scores differently
-    from its own base, or has none.
+    ``compared``: the mean without sequences that may hold a tie. ``differs``: other scores than its base's, or no base.
     """
 
     mean_abs: float
@@ -149,8 +148,7 @@ def _stayed(wanted: np.ndarray, got: np.ndarray, kept: np.ndarray, noise: float,
     """Whether the server did not move although the trainer did; ``wanted`` and ``got`` are both sides' differences.
 
     Exact equality of all tokens is proof. Otherwise each token of ``kept`` above ``rounding`` votes by whether it
-    moved, so that one with a large rounding error cannot decide. Noise of the server cannot cancel the right movement
-    at most tokens.
+    moved, so that one with a large rounding error cannot decide. A server's noise cannot cancel what most tokens move.
     """
     floor, size = max(SMALLEST, CLEAR * noise), np.abs(wanted[kept])
     if (size <= floor).all():

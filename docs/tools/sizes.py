@@ -52,7 +52,7 @@ class Size:
 
     def rank(self, recompute: Recompute) -> Memory:
         """The one that needs most with ``full``."""
-        full, found = (job_memory(self.config(kind), self.shape).processes for kind in ("full", recompute))
+        full, found = (job_memory(self.config(kind), self.shape) for kind in ("full", recompute))
         most = max((one for one in full if one.role == "trainer"), key=lambda rank: rank.device)
         return next(one for one in found if one.name == most.name)
 

@@ -118,7 +118,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(case: Case) 
     sizes += ["recompute=none", f"max_tokens_per_microbatch={case.tokens}"]
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], [f"trainer.{size}" for size in sizes])
     shape = ModelShape.from_hf(dict(case.model) | {"num_hidden_layers": 2})
-    rank = next(memory for memory in job_memory(config, shape).processes if memory.role == "trainer")
+    rank = next(memory for memory in job_memory(config, shape) if memory.role == "trainer")
     estimate = sum(part.device for part in rank.parts if part.name in {"activations", "buffers"}) / HEAP_GPU
     print(f"{case.name}: measured {peak / 2**30:.2f} GiB, estimate {estimate / 2**30:.2f} GiB")
     assert estimate == pytest.approx(peak, rel=0.1)

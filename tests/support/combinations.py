@@ -8,9 +8,10 @@ from typing import Any
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import Config, ServiceConfig, WorkerWorkflowConfig
+from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.support import Combination, Need
 from areal_lora.families.registry import derive, supported
 from areal_lora.types import ExpertLayout

@@ -1,6 +1,4 @@
-"""Rules about single adapters: targets, rank, groups, user code; tasks, sampling, evaluation sets and the folder that
-an adapter starts from. No rows are read.
-"""
+"""Rules about single adapters: targets, ranks, code, tasks, sampling, evaluation sets, `init_from`. No row is read."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from areal_lora.families.family import Scope, covers
 from areal_lora.families.peft_folder import PeftFolder, misfits
 from areal_lora.families.registry import kind_of, linears, target_of
 from areal_lora.families.shape import ModelShape
-from areal_lora.families.targets import check_patterns
 from areal_lora.types import MOST_KEPT, ExpertLayout
 
 LOW_RATE = 1e-5
@@ -70,7 +67,7 @@ def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Itera
     unserved = needed and shape.dense_layers and not facts.hf_config.get(needed) and unmerged
     try:
         found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
-        check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
+        targets.check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
     except ConfigError as error:
         yield Finding(error.path, error.reason, error.fix)
         return

@@ -1,37 +1,34 @@
 """Start-up guardrails: the rules that a configuration must satisfy before anything starts.
 
-``check`` is pure: it judges a configuration against facts gathered by ``config.facts``. Each rule is one function in
-this folder that yields findings.
+``check`` is pure: it judges a configuration against the facts of ``config.facts``. A rule is a function of this folder.
 """
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules import (
-    adapter_rules as adapters,
-    algorithm_rules as algorithms,
-    layout_rules as layout,
-    memory_rules as memory,
-)
+from areal_lora.config.rules import adapter_rules, algorithm_rules, layout_rules, memory_rules
 from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
 from areal_lora.errors import ConfigError
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    layout.model_readable, layout.model_trainable, layout.combinations, layout.servers_can_serve, adapters.adapter_list,
-    adapters.service_fits, adapters.targets_exist, adapters.ranks_fit, adapters.rates_suit_lora, adapters.init_from,
-    adapters.user_code, algorithms.algorithm, algorithms.group_size, adapters.router_replay, adapters.moe_dispatcher,
-    adapters.batches, adapters.chat_template, adapters.columns_exist, adapters.sampling_is_trained, adapters.eval_sets,
-    layout.answers_fit, layout.lengths, layout.engine_fits, layout.trainer_layout, layout.rollout_layout,
-    layout.components_agree, layout.own_directives, memory.cluster_is_reachable, memory.interface_counts,
-    memory.devices_suffice, layout.devices_are_shared, layout.backend_fits, layout.no_idle_node, memory.memory_suffices,
-    memory.shared_base_fits, layout.deterministic, layout.engine_args_are_free, layout.time_outs, layout.profiled_steps,
-    memory.remote_servers_fit, memory.base_can_be_rounded,
+    layout_rules.model_readable, layout_rules.model_trainable, layout_rules.combinations,
+    layout_rules.servers_can_serve, adapter_rules.adapter_list, adapter_rules.service_fits, adapter_rules.targets_exist,
+    adapter_rules.ranks_fit, adapter_rules.rates_suit_lora, adapter_rules.init_from, adapter_rules.user_code,
+    algorithm_rules.algorithm, algorithm_rules.group_size, adapter_rules.router_replay, adapter_rules.moe_dispatcher,
+    adapter_rules.batches, adapter_rules.chat_template, adapter_rules.columns_exist, adapter_rules.sampling_is_trained,
+    adapter_rules.eval_sets, layout_rules.answers_fit, layout_rules.lengths, layout_rules.engine_fits,
+    layout_rules.trainer_layout, layout_rules.rollout_layout, layout_rules.components_agree,
+    layout_rules.own_directives, memory_rules.cluster_is_reachable, memory_rules.interface_counts,
+    memory_rules.devices_suffice, layout_rules.devices_are_shared, layout_rules.backend_fits, layout_rules.no_idle_node,
+    memory_rules.memory_suffices, memory_rules.shared_base_fits, layout_rules.deterministic,
+    layout_rules.engine_args_are_free, layout_rules.time_outs, layout_rules.profiled_steps,
+    memory_rules.remote_servers_fit, memory_rules.base_can_be_rounded,
 )
 # fmt: on
 
 
 def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    return check(config, facts, (adapters.no_clients, *RULES))
+    return check(config, facts, (adapter_rules.no_clients, *RULES))
 
 
 def check(config: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:

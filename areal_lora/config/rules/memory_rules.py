@@ -1,13 +1,13 @@
 """Rules about memory: what the estimate of `config.sizing.memory` finds about devices and hosts, a quantised base."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
-from areal_lora.config.sizing.memory import GIB, JobMemory, Memory
+from areal_lora.config.sizing.memory import GIB, Memory
 from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
@@ -40,8 +40,8 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     limit = sizing.device_bytes(config, facts.device_bytes)
     if config.cluster.device == "cpu" or limit is None:
         return
-    rank = max((m for m in memory.processes if m.role == "trainer"), key=lambda m: m.device)
-    replica = next(m for m in memory.processes if m.role == "rollout")
+    rank = max((m for m in memory if m.role == "trainer"), key=lambda m: m.device)
+    replica = next(m for m in memory if m.role == "rollout")
     if shared_devices(config):
         yield from _both(config, rank, replica, limit)
     else:
@@ -80,17 +80,17 @@ def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
         yield warning(QUANTIZATION, reason, fix)
 
 
-def _hosts(config: Config, facts: Facts, memory: JobMemory) -> Iterator[Finding]:
+def _hosts(config: Config, facts: Facts, memory: Sequence[Memory]) -> Iterator[Finding]:
     has = "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
     for i, pool in enumerate(pools_of(config.cluster)):
         of_pool = "" if pool.name == "all" else f" of {pool.name}"
         limit, path, fix = _node_memory(config, facts, i)
         nodes = range(pool.first_node, pool.first_node + pool.nodes)
-        node = max(nodes, key=memory.host_of)
-        needed = memory.host_of(node)
+        node = max(nodes, key=lambda node: sizing.host_bytes(memory, node))
+        needed = sizing.host_bytes(memory, node)
         if limit is None or needed <= limit:
             continue
-        staged = ((m, part) for m in memory.processes for part in m.parts if part.name == sizing.STAGING)
+        staged = ((m, part) for m in memory for part in m.parts if part.name == sizing.STAGING)
         pinned = sum(part.host * m.nodes.count(node) for m, part in staged)
         if needed - pinned <= limit:
             fix = f"lower weight_sync.bucket_mib, or {fix}"

@@ -1,5 +1,4 @@
-"""The sections ``task``, ``workflow`` and ``evals`` of an adapter: problems and their prompts, what one episode is, and
-the sets of held-out problems."""
+"""The sections ``task``, ``workflow``, ``reward`` and ``evals`` of an adapter."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args

@@ -55,8 +55,7 @@ def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:
 
 
 def kept_elements(config: Config, shape: ModelShape) -> float:
-    """Elements that a recomputed layer keeps, per token: its input; what attention returns if ``selective``, where a
-    log-sum-exp in fp32 counts as two."""
+    """Of a recomputed layer, per token: its input; if ``selective`` what attention returns, a log-sum-exp as two."""
     attention = shape.heads * (shape.head_dim + 2) if config.trainer.recompute == "selective" else 0
     return (shape.hidden + attention) / config.trainer.tp
 

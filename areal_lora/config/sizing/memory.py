@@ -48,16 +48,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Estimate of ``count`` equal processes (a server counts with its workers). ``nodes`` has the node of each."""
+    """Estimate of equal processes (a server counts with its workers). ``nodes`` has the node of each."""
 
     name: str
     role: str
     nodes: tuple[int, ...]
     parts: tuple[Part, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.nodes)
 
     @property
     def device(self) -> int:
@@ -68,18 +64,15 @@ class Memory:
         return sum(part.host for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobMemory:
-    """Estimates of all processes, and of what a node holds once for all of its ranks."""
-
-    processes: tuple[Memory, ...]
-
-    def host_of(self, node: int) -> int:
-        return sum(memory.host * memory.nodes.count(node) for memory in self.processes)
+def host_bytes(processes: Sequence[Memory], node: int) -> int:
+    return sum(memory.host * memory.nodes.count(node) for memory in processes)
 
 
-def job_memory(config: Config, shape: ModelShape) -> JobMemory:
-    """Estimate all processes of a job. Raises ConfigError where they have no place on its nodes."""
+def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
+    """Estimate all processes of a job, and what a node holds once for all of its ranks.
+
+    Raises ConfigError where they have no place on its nodes.
+    """
     seats = slots.seats_of(config)
     trainer = config.trainer
     per_stage = trainer.world_size // trainer.pp
@@ -105,7 +98,7 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     if slots.has_tenants(config):
         parts = (Part("processes", host=SERVICE_PROCESS),)
         processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
-    return JobMemory(processes=tuple(processes))
+    return tuple(processes)
 
 
 def _stages(config: Config, shape: ModelShape) -> list[list[int]]:
@@ -121,8 +114,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
-      equal shard of everything, embeddings and output layer apart even if tied, the layer that computes and the next
-      one (`_gathered_elements`).
+      equal shard of everything, embeddings and output layer apart even if tied, two layers (`_gathered_elements`).
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32, and 2 for a cast of the weight
       where the base is in bf16 (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1). lora_A of a column-parallel
       layer and lora_B of a row-parallel one are whole on every rank. The moments of a stage are divided over its ranks
@@ -309,8 +301,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
 
     - Weights are divided by tp; one of a linear layer has one byte in fp8. Slots: `slots.slot_parameters`.
-    - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`),
-      not a fixed need.
+    - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`).
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
       ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
     - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`), on the device
@@ -367,8 +358,7 @@ def kv_token_bytes(config: Config, shape: ModelShape) -> int:
 def staging_bytes(config: Config, shape: ModelShape) -> int:
     """Buffers of one worker that receives over the network: `STAGING_BUFFERS` of the largest bucket of each source.
 
-    Where receivers read the source's memory (one machine, CPUs) they are not used; whether they can is known only at
-    run time.
+    Not used where receivers read the source's memory (one machine, CPUs), which is known only at run time.
     """
     bucket, staged = int(config.weight_sync.bucket_mib * MIB), 0
     adapters = [*config.adapters, *slots.joining_adapters(config)]

@@ -10,8 +10,7 @@ Under ``finish`` every adapter's sequences may hold each version that is still t
 A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
 
 - Devices: in a pool, trainer ranks fill nodes in rank order. Each server takes ``rollout.tp`` devices of one node
-  after them, or with ``cluster.share_devices`` from the first device on; one that would straddle two nodes starts on
-  the next.
+  after them, or with ``cluster.share_devices`` from the first device on; it starts on the next rather than on two.
 - CPUs: a node takes ``devices_per_node`` trainer ranks, or more if there are too few nodes. Servers are distributed
   over the nodes of their pool without ranks, or are on its last node where all have ranks.
 - The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.
@@ -20,8 +19,9 @@ A job has one pool, or one for each component of a heterogeneous Slurm job. Node
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from areal_lora.config.models import AdapterConfig, ClientWorkflowConfig, Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.run import ClusterConfig, Role
+from areal_lora.config.sections.task import ClientWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, MLP_LINEARS, Scope, covers
 from areal_lora.families.shape import ModelShape
@@ -59,8 +59,7 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
 
     vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, but for
     what `slot_layout` shares, wherever one of the adapters has a target: a slot fits all of them. With tp lora_A of a
-    column-parallel layer and lora_B of a row-parallel one are whole on every worker; expert parallel divides the
-    experts.
+    column-parallel layer and lora_B of a row-parallel one are whole on every worker; expert parallel divides experts.
     """
     r, total = config.rollout, 0
     for key in linear_sites(shape):

@@ -25,7 +25,7 @@ def what_if(config: Config, shape: ModelShape) -> Iterator[WhatIf]:
     """The estimate as it is, and with each change that the model and the nodes admit."""
     for change, other in _changes(config, shape):
         try:
-            processes = job_memory(other, shape).processes
+            processes = job_memory(other, shape)
         except ConfigError:
             continue  # its nodes have no room for it
         sizes = [

@@ -21,8 +21,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.slurm import job_query
-from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, submitted_job
+from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, run, submitted_job
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
 from areal_lora.launcher.sweep import print_result
@@ -188,13 +187,12 @@ class SlurmJob:
         write_event(self._folder, event)
         write_lifetime(self._folder, msgspec.structs.replace(lifetime, reason=result.requeue))
         try:
-            job_query.run("scontrol", "requeue", self._job.job)
+            run("scontrol", "requeue", self._job.job)
         except EnvironmentError_ as error:
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
         return JobOutcome(code=result.code)
 
     def _newest(self) -> dict[str, int]:
-        """The newest checkpoint of each adapter that has one."""
         adapters = with_joined(self._config, self._folder).adapters
         found = {a.name: versions_in(self._folder.adapter_checkpoints(a.name)) for a in adapters}
         return {name: max(versions) for name, versions in found.items() if versions}

@@ -237,7 +237,6 @@ class SpareJob:
 
 
 def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
-    """The whole batch script as text."""
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
     cpus = job.servers * cluster.server_threads * rollout.tp

@@ -4,8 +4,7 @@ All decisions in a job are the supervisor's (``launcher.slurm.job``). The batch 
 pipe, which keeps them until the supervisor reads.
 
 A heterogeneous job has one block of ``#SBATCH`` lines for each component. Slurm hands some options of the first one
-(memory, account) to the others and some not (GPUs), so each block has all that concerns its nodes; what concerns the
-job is in the first only.
+(memory, account) to the others and some not (GPUs): each block has all of its nodes', the first one the job's, too.
 
 A task script is bash, one for each process of the unit. Slurm signals all processes of a task, so this shell outlives
 the working process and records its code. srun knows only the highest code of its tasks, which a killed peer has.
@@ -108,7 +107,6 @@ STEP = ("--overlap", "--kill-on-bad-exit=1", "--distribution=arbitrary", "--open
 
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
-    """The whole batch script as text."""
     parts = ["#!/bin/bash", *directives(config, plan), "", *_steps(config, plan), _FIRST]
     parts.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 69")
     supervisor = [sys.executable, "-m", SUPERVISOR, "--run-folder", str(plan.run_folder)]

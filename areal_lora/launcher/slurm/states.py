@@ -1,7 +1,6 @@
 """The phase of a Slurm job and what to do; how the processes of a step ended; what follows for the job.
 
-``explain`` takes a ``JobRecord``, which ``job_query.look`` gets from Slurm. Slurm's documentation explains its words;
-the tables add what follows for a run.
+``explain`` takes what ``job_query.look`` gets from Slurm. The tables add to Slurm's words what follows for a run.
 """
 
 import contextlib
@@ -138,7 +137,6 @@ REASONS: dict[str, tuple[str, str]] = {
 
 
 def is_active(job: JobRecord) -> bool:
-    """Whether ``job`` waits, runs or is ending."""
     return explain(job).phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
 
 
@@ -206,8 +204,7 @@ def causes(
 
     Args:
         hosts: Node of each process, by name.
-        srun_code: srun's own code, used where a task could not record its own. It is 0 also when the only node of
-            the step was lost.
+        srun_code: srun's own code, where a task could not record its own. It is 0 also if the step's only node is lost.
         lost: Nodes that Slurm has lost.
         logs: Log of each process, by name; ``srun_log`` holds the output of srun.
     """

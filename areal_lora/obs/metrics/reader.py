@@ -210,8 +210,7 @@ class _Head(msgspec.Struct, frozen=True):
 def mark_of(record: Any) -> Mark:
     """The identity of a `Record`, or of the `_Head` of one.
 
-    A version has several changes of members, states, and an evaluation per tag and set; of every other kind there is
-    one.
+    A version has several changes of members, states, and an evaluation per tag and set; of every other kind one.
     """
     kind = record.kind if isinstance(record, _Head) else str(record.__struct_config__.tag)
     repeats = kind not in ("members", "state")

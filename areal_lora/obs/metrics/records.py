@@ -1,12 +1,12 @@
 """Record types of a run. `writer` appends records to the run folder, `reader` returns them.
 
-``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollouts have
-files of their own (`rollout_store`). Every record names its adapter. A float that is not finite is stored as ``null``
-and read as None.
+``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollouts have files of their own
+(`rollout_store`). Every record names its adapter. A float that is not finite is stored as ``null``, read as None.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +29,14 @@ def faults_text(retried: Mapping[str, int], dropped: Mapping[str, int], last: Ma
     )
 
 
+def lag_counts(steps: "Iterable[StepRecord]") -> dict[int, int]:
+    """Trained tokens of ``steps`` by versions of lag, ascending."""
+    counts: Counter[int] = Counter()
+    for step in steps:
+        counts.update(step.staleness)
+    return dict(sorted(counts.items()))
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One optimizer step of one adapter.
 
@@ -40,8 +48,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     the last fault of each kind since the controller started.
     ``by_client`` marks the step of a client. There ``version`` is the number of an operation, ``step`` counts the
     optimizer's steps, which a state that is loaded sets, ``n_targets`` are the tokens whose weight is not 0, and
-    whatever belongs to rollouts is not known. ``taken`` is false for a step whose gradient was not finite; it does not
-    count.
+    what belongs to rollouts is not known. ``taken`` is false after a gradient that was not finite: it does not count.
     ``metrics`` are the measured figures by tag, such as ``train/loss``: `trainer.step_metrics` defines them, and
     TensorBoard and trackers show them under these tags. None: not finite.
     """
@@ -106,8 +113,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``phases_ms`` are those of the slowest server; they may overlap.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
-    ``merge_*`` state what the cast to the serving dtype left of a merged adapter (`CastSums`); None if
-    it was not merged.
+    ``merge_*``: what the cast to the serving dtype left of a merged adapter (`CastSums`); None if it was not merged.
     """
 
     version: int
@@ -153,10 +159,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     excluded from ``reward_mean``. ``left_out`` counts further problems whose prompts are too long.
     ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
-    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
-    None in files of earlier versions.
-    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was evaluated for both;
-    ``wall_s`` is 0 then.
+    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
+    ``measured_with``: another adapter whose version 0, the base as well, was evaluated for both; ``wall_s`` is 0 then.
     """
 
     version: int

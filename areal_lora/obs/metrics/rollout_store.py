@@ -49,9 +49,9 @@ LEAST_BYTES = 3
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason", "dropped")
-LAYOUT = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
-LAYOUT += " truncated:? stale:? retried:? dropped:?"
-INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in LAYOUT.split())])
+WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
+WIDTHS += " truncated:? stale:? retried:? dropped:?"
+INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in WIDTHS.split())])
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
 
 log = get_logger(__name__)
@@ -86,9 +86,8 @@ class StepRollouts:
 
 
 class Scalars(msgspec.Struct, frozen=True):
-    """``rows`` are those of a file as ``INDEX``, by ``layout``; its numbers of adapters are places in ``adapters``."""
+    """``rows`` are those of a file as ``INDEX``; their numbers of adapters are places in ``adapters``."""
 
-    layout: str
     adapters: list[str]
     rows: bytes
 
@@ -107,13 +106,10 @@ class RolloutFile(NamedTuple):
 
     def read_scalars(self) -> Scalars:
         try:
-            found = msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
-        except (OSError, msgspec.DecodeError):
-            found = None
-        if found is None or found.layout != LAYOUT:  # after a crash, or of an earlier version
+            return msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
+        except (OSError, msgspec.DecodeError):  # after a crash
             with parquet_file(self.path) as table:
-                found = scalars_of(table.read(INDEX.names))
-        return found
+                return scalars_of(table.read(INDEX.names))
 
     @property
     def nbytes(self) -> int:
@@ -244,11 +240,11 @@ def scalars_of(table: pa.Table) -> Scalars:
     """
     adapters = table["adapter"].combine_chunks().dictionary_encode()
     found = np.empty(len(table), INDEX)
-    found["adapter"], found["dropped"] = adapters.indices.to_numpy(), False
-    for name in {*(INDEX.names or ())} - {"adapter"} & {*table.column_names}:  # earlier versions kept no dropped ones
+    found["adapter"] = adapters.indices.to_numpy()
+    for name in {*(INDEX.names or ())} - {"adapter"}:
         column = table[name].is_valid() if name == "dropped" else table[name]
         found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
-    return Scalars(LAYOUT, adapters.dictionary.to_pylist(), found.tobytes())
+    return Scalars(adapters.dictionary.to_pylist(), found.tobytes())
 
 
 def _offsets(sizes: Sequence[int]) -> np.ndarray:

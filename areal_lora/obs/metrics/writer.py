@@ -1,6 +1,6 @@
 """Write the records of a run: JSONL for every record, TensorBoard for scalars."""
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,9 +24,6 @@ def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - tail :]}"
 
 
-T = TypeVar("T", bound=records.SampleRecord | records.EvalRecord)
-
-
 class MetricsWriter:
     """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder.
 
@@ -42,7 +39,9 @@ class MetricsWriter:
 
     def write(self, record: records.Record) -> None:
         """Append one record; its file holds the record on return. Long texts of answers are cut in the middle."""
-        shown = _shortened(record) if isinstance(record, records.EvalRecord) else record
+        shown = record
+        if isinstance(record, records.EvalRecord):
+            shown = msgspec.structs.replace(record, samples=[*map(_shortened, record.samples)])
         self._jsonl.write(self._encoder.encode(shown))
         if values := records.scalars(record):
             if self._tensorboard is None:
@@ -64,8 +63,6 @@ class MetricsWriter:
         self.close()
 
 
-def _shortened(record: T) -> T:
-    if isinstance(record, records.EvalRecord):
-        return msgspec.structs.replace(record, samples=[_shortened(sample) for sample in record.samples])
-    texts = {name: getattr(record, name) for name in ("prompt", "completion", "gold")}
-    return msgspec.structs.replace(record, **{name: text and cut_middle(text) for name, text in texts.items()})
+def _shortened(sample: records.SampleRecord) -> records.SampleRecord:
+    texts = {name: cut_middle(getattr(sample, name)) for name in ("prompt", "completion", "gold")}
+    return msgspec.structs.replace(sample, **texts)

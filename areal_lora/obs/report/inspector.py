@@ -320,9 +320,7 @@ class RolloutIndex:
         words = self._words
         tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
         return RolloutTokens(
-            head=_head(row),
-            tokens=tokens,
-            **{name: row[name] for name in TOKENS if name in row and name != "token_ids"},
+            head=_head(row), tokens=tokens, **{name: row[name] for name in TOKENS if name != "token_ids"}
         )
 
 
@@ -341,6 +339,6 @@ def _head(row: dict[str, Any], limit: int | None = None) -> RolloutHead:
         **fields
         | {
             "components": dict(row["components"]),
-            "outcomes": solved + [name for name in ("truncated", "stale", "retried", "dropped") if row.get(name)],
+            "outcomes": solved + [name for name in ("truncated", "stale", "retried", "dropped") if row[name]],
         }
     )

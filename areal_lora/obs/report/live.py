@@ -8,11 +8,9 @@ The token in the path keeps other users of the machine, and other pages of the b
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -24,17 +22,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.http_server import listening
 from areal_lora.obs.metrics.reader import MetricsTail, iter_metrics
 from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
 from areal_lora.obs.report.page import PageData, RunPage, page_text
 from areal_lora.obs.report.side_by_side import pages_of
-from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder, write_file
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import run_role, set_status
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,18 +38,12 @@ ROLE = "page"
 NOT_STORED = {"Cache-Control": "no-store"}
 T = TypeVar("T")
 
-log = get_logger(__name__)
-
 
 class LiveRun:
     """A run whose page follows its records: a refresh reads the new ones alone, unless a resume made old ones void."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._tail, self.page = MetricsTail(folder), self._empty()
-
-    def _empty(self) -> RunPage:
-        return RunPage(self._folder, lambda config: config.model_dump_json(indent=2))
+        self._folder, self._tail, self.page = folder, MetricsTail(folder), RunPage(folder)
 
     def refresh(self) -> RunPage:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
@@ -64,7 +53,7 @@ class LiveRun:
             for record in () if void else records:
                 self.page.add(record)
         if void:
-            self.page = self._empty()
+            self.page = RunPage(self._folder)
             for record in iter_metrics(self._folder, self._tail.offset):  # later ones come with the next refresh
                 self.page.add(record)
         return self.page
@@ -146,26 +135,13 @@ def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str
         uvicorn.Server(config).run([listener])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Serves the page of a run; started by the launcher.")
-    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    parser.add_argument("--index", type=int, required=True)
-    options = parser.parse_args(argv)
-    folder: RunFolder = options.run_folder
-    die_with_parent(signal.SIGTERM)
-    setup_logging(ROLE, options.index)
-
+def _serve(folder: RunFolder) -> None:
     def announce(address: str) -> None:
         write_file(folder.page, f"{address}\n", mode=0o600)
-        set_status(folder, ROLE, options.index, "serving the page")
+        set_status(folder, ROLE, 0, "serving the page")
 
-    try:
-        serve_pages([folder], 0, announce)
-    except ArealLoraError as error:
-        log.error("%s", error)
-        return error.exit_code
-    return ExitCode.DONE
+    serve_pages([folder], 0, announce)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(ROLE, _serve))

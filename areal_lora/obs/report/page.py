@@ -54,15 +54,13 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
 def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
-    page = report_page(folder, lambda config: config.model_dump_json(indent=2))
-    write_file(folder.report, page)
+    write_file(folder.report, report_page(RunPage(folder)))
     return folder.report
 
 
-def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
-    """The text of the page, with the configuration as ``shown``."""
-    run = RunPage(folder, shown)
-    for record in iter_metrics(folder):
+def report_page(run: "RunPage") -> str:
+    """The text of the page of ``run``, which has no records yet."""
+    for record in iter_metrics(run.folder):
         run.add(record)
     return page_text(msgspec.structs.replace(run.data(), rollouts=[run.rollouts.ends()]))
 
@@ -88,9 +86,11 @@ def page_text(data: PageData, *, live: bool = False) -> str:
 
 
 class RunPage:
-    """One run: ``add`` valid records (`iter_metrics`), then take ``data``."""
+    """One run: ``add`` valid records (`iter_metrics`), then take ``data``. ``shown``: the text of its configuration."""
 
-    def __init__(self, folder: RunFolder, shown: Callable[[Config], str]) -> None:
+    def __init__(
+        self, folder: RunFolder, shown: Callable[[Config], str] = lambda config: config.model_dump_json(indent=2)
+    ) -> None:
         self.folder = folder
         self.config = with_joined(read_config(folder), folder)
         self._digest, self._shown = config_digest(folder), shown

@@ -23,7 +23,6 @@ from areal_lora.types import AdapterPhase, AdapterRef
 
 
 def _largest(*values: float | None) -> float | None:
-    """The largest measured value; None if there is none."""
     return max((v for v in values if v is not None), default=None)
 
 
@@ -135,8 +134,7 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``steps_wanted`` are its training steps, None where a client drives it. ``reason`` explains its ``state``,
     empty where that explains itself. ``share`` is its part of the trained tokens of the run. Evaluations are those of
-    the first set: the first, the last and the best one (`Figures.best_eval`). ``path`` is its exported folder, None if
-    there is none.
+    the first set: the first, the last and the best one (`Figures.best_eval`). ``path`` is its exported folder, if any.
     """
 
     state: AdapterPhase
@@ -162,18 +160,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``eval_before`` and ``eval_after`` are greedy accuracies of the first and last evaluation; None if there was only
     one, or the task has no rule for correctness. ``eval_reward_*`` are the mean rewards of both. With several adapters
-    these four and ``adapter_path`` are None: ``adapters`` has them by name. It is empty, and absent from the file, for
-    a run with one adapter.
+    these four and ``adapter_path`` are None: ``adapters`` has them by name. With one it is empty, absent from the file.
     ``eval_problems``, ``eval_unscored`` and ``eval_left_out`` count the last evaluation's problems, unscored answers
     and over-long prompts. All these are of the first set, and sums over the adapters. ``eval_sets`` has the figures of
-    the last evaluation of every set by its name (`EvalRecord.scalars`), with the adapter's name before it if there are
-    several adapters.
-    ``probe_*_abs_dlogp`` are the largest values over all probed publishes of the probe's largest and mean
-    |logp trainer - logp server|.
-    ``staleness_histogram`` counts trained tokens by versions of lag; ``max_staleness`` is the largest lag,
-    ``mean_lag`` the mean.
-    ``restarts`` counts restarts by process; ``trainer`` stands for all ranks together.
-    ``requeues`` counts requeues of Slurm jobs.
+    the last evaluation of every set by its name (`EvalRecord.scalars`), after the adapter's name if there are several.
+    ``probe_*_abs_dlogp`` are the largest values over all publishes of largest and mean |logp trainer - logp server|.
+    ``staleness_histogram`` counts trained tokens by versions of lag, of which ``max_staleness`` is the largest.
+    ``restarts`` counts by process, of which ``trainer`` is all ranks together; ``requeues`` those of Slurm jobs.
     """
 
     run: str

@@ -1,8 +1,7 @@
 """MLflow: a record is a set of metrics at its position, at a time that is made from the record alone.
 
 A run of MLflow is found by a tag with the key of the run. Another tag has the last line that was sent, and is written
-after the line's metrics. A process that is killed in between sends them again: a store keeps a metric of the same step,
-time and value once.
+after its metrics. A process that is killed in between sends them again: a store keeps equal step, time and value once.
 """
 
 from __future__ import annotations

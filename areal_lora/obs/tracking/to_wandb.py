@@ -5,8 +5,7 @@ W&B: a record is one row of the history, at the step that is its line in ``metri
 Lines only ascend, as W&B demands of steps: its own step is the last line it holds, and a row sent twice is ignored.
 The x axis of an adapter's curves is ``NAME/step``, the position that TensorBoard has.
 
-Offline, W&B knows nothing of earlier processes: each start writes the whole run into one new folder and removes the
-unfinished ones.
+Offline, W&B knows nothing of earlier processes: each start writes the whole run again and removes unfinished ones.
 """
 
 import os
@@ -150,8 +149,7 @@ class TrackioTracker:
 class SwanlabTracker:
     """A run of SwanLab; its variables choose cloud, server or ``SWANLAB_MODE=offline``.
 
-    A value's step is its position. The SDK leaves out steps that a tag holds, so each start sends the whole run;
-    offline, into one new folder, as for W&B.
+    A value's step is its position. The SDK leaves out steps that a tag holds: each start sends all, offline as for W&B.
     """
 
     def __init__(self, run: TrackedRun, project: str, within: str | None = None) -> None:

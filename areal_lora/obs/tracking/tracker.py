@@ -23,7 +23,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import MetricsTail, VoidRecords, mark_of
-from areal_lora.obs.report.page import report_page
+from areal_lora.obs.report.page import RunPage, report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, read_events
 from areal_lora.run_folder.paths import RunFolder
@@ -219,8 +219,7 @@ class MetricsFollower:
     """Reads the file twice: far ahead to find out what counts, then up to the first step that may still be undone.
 
     A run that crashes resumes from its newest checkpoint and repeats the steps after it. So a step, and all lines after
-    it, wait for a checkpoint that contains it, at most ``HOLD_S``. Lines up to ``sent`` are skipped. Memory does not
-    grow with the file.
+    it, wait for a checkpoint that contains it, at most ``HOLD_S``. Lines up to ``sent`` are skipped. Memory is bounded.
     """
 
     def __init__(self, run_folder: RunFolder, sent: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -289,7 +288,7 @@ def follow(
         tracker.end(None)
         return None
     summary: dict[str, Any] = read_summary(folder).values() if folder.summary.is_file() else {}
-    tracker.end(Ending(state=state, summary=summary, report=report_page(folder, public_json)))
+    tracker.end(Ending(state=state, summary=summary, report=report_page(RunPage(folder, public_json))))
     return state
 
 

@@ -92,9 +92,8 @@ class BroadcastGroup:
     def agree(self, willing: bool, deadline: float) -> None:
         """Agree whether all receivers can read the source's memory. All members call this first.
 
-        One member that is not ``willing``, or cannot, decides for all. A backend of a device connects its members
-        in the first broadcast: it takes place here, where the caller waits for members anyway, and not in a publish.
-        Raises PublishError.
+        One member that is not ``willing``, or cannot, decides for all. A backend of a device connects its members in
+        the first broadcast: here the caller waits for members anyway, in a publish not. Raises PublishError.
         """
         if self._device is not None:
             self.start(torch.zeros(1, dtype=torch.uint8), deadline).wait()
@@ -245,10 +244,8 @@ def join_group(
 ) -> BroadcastGroup:
     """Become receiver ``rank`` (1..world-1), or the relay in the source's place (0).
 
-    ``bind`` is this machine's address towards the source.
-
-    Raises PublishError if the group is not complete within ``timeout_s``, or if the source has another version of the
-    backend's library.
+    ``bind`` is this machine's address towards the source. Raises PublishError if the group is not complete within
+    ``timeout_s``, or if the source has another version of the backend's library.
     """
     _check_bind(bind)
     if (own := backends.library_of(endpoint.backend)) != endpoint.library:

@@ -40,11 +40,9 @@ class BucketBytes:
 class Arriving(Protocol):
     def wait(self) -> None:
         """Raises PublishError."""
-        ...
 
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
-        ...
 
 
 Start = Callable[[torch.Tensor], Arriving]
@@ -123,8 +121,7 @@ class Windows:
 class WindowInbox:
     """Read parts in the source's memory; a counter in that memory shows how far they are ready.
 
-    Two signals arrive over the wire, when the version starts and when it is complete. The pending second
-    signal fails if the source dies or abandons the version.
+    Two signals arrive over the wire, at its start and its end; the second fails if the source dies or abandons it.
     """
 
     def __init__(self, windows: Windows, parts: Sequence[Part], start: Start, deadline: float) -> None:

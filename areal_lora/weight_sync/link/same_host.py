@@ -67,8 +67,7 @@ class Signal(NamedTuple):
 class SharedSegment:
     """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and starts on a page.
 
-    If ``device`` is the CPU, receivers on this machine can map the segment; else it is page-locked and private.
-    It is also private if the system has no memfd or refuses one.
+    On a CPU with memfds receivers of this machine can map it; else it is private, for a device page-locked.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

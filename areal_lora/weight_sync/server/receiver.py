@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, undo_on_error
+from areal_lora.obs.trace import Spans
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.kernels import Marks
@@ -29,7 +30,7 @@ from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, jo
 from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import ShardKeys, check_layout, check_successor, shard_keys
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
-from areal_lora.weight_sync.server.reception import GroupLinks, PhaseTimer, Reception
+from areal_lora.weight_sync.server.reception import GroupLinks, Reception
 
 Plan = TypeVar("Plan")
 
@@ -160,18 +161,18 @@ class AdapterReceiver:
         links = self._links
         if not links.above:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
-        timer = PhaseTimer()
+        spans = Spans()
         started: tuple[_KnownLayout, Reception] | Exception
         try:
             known = self._layout(manifest, layout)
             deadline = time.monotonic() + timeout_s
-            started = known, Reception(known.layout, links, deadline, timer, self._keys, self._writer.on_device)
+            started = known, Reception(known.layout, links, deadline, spans, self._keys, self._writer.on_device)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             started = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
-        self._work.put(partial(self._stage, manifest, slot, links, started, timer))
+        self._work.put(partial(self._stage, manifest, slot, links, started, spans))
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""
@@ -211,7 +212,7 @@ class AdapterReceiver:
         slot: int | None,
         links: GroupLinks,
         started: tuple[_KnownLayout, Reception] | Exception,
-        timer: PhaseTimer,
+        spans: Spans,
     ) -> None:
         written, digest, reason, detail = False, "", "", ""
         try:
@@ -219,15 +220,15 @@ class AdapterReceiver:
                 raise started
             known, reception = started
             with undo_on_error(reception.drain):  # the groups stay in step, for the next version of any adapter
-                with timer.phase("verify"):
+                with spans.span("verify"):
                     plans, place = self._check(manifest, known, slot, links)
                 written = True
-                with timer.phase("write"):
+                with spans.span("write"):
                     self._writer.prepare(place, known.layout)
             digest = reception.receive(
                 manifest.ref, lambda shard, *part: self._writer.write(plans[shard], place, *part)
             )
-            with timer.phase("write"):
+            with spans.span("write"):
                 self._writer.flush(place)
             reception.check_time(manifest.ref)
             name = manifest.ref.name
@@ -254,9 +255,7 @@ class AdapterReceiver:
                 reason=reason,
                 detail=detail,
                 digest="" if reason else digest,
-                wire_s=timer.spent_s["wire"],
-                verify_s=timer.spent_s["verify"],
-                write_s=timer.spent_s["write"],
+                **{f"{phase}_s": seconds for phase, seconds in spans.seconds.items()},
             )
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, undo_on_error
+from areal_lora.obs.trace import Spans
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
@@ -22,8 +23,7 @@ from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, adapter_diges
 log = get_logger(__name__)
 
 OnTensors = Callable[[int, BucketBytes, int, int, Marks], None]
-"""``(shard index, bytes of the bucket, first tensor, last tensor + 1, marks)``: the tensors of a bucket have arrived;
-they must be measured into ``marks``."""
+"""``(shard index, bytes of a bucket, first tensor, last tensor + 1, marks)``: measures what arrived into ``marks``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,6 @@ class GroupLinks:
         """Notify the other members now, not at their deadline; the trainer opens new groups."""
         for group in self.groups:
             group.close()
-
-
-class PhaseTimer:
-    """Measure the seconds per phase of one staging: ``spent_s``."""
-
-    def __init__(self) -> None:
-        self.spent_s = {"wire": 0.0, "verify": 0.0, "write": 0.0}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent_s[name] += time.perf_counter() - since
 
 
 class _Source:
@@ -100,13 +85,13 @@ class _Source:
                 self._below.close()
             self._below = None
 
-    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, BucketBytes]]:
+    def arrivals(self, spans: Spans) -> Iterator[tuple[Bucket, BucketBytes]]:
         """Yield (bucket, its bytes) in order; the memory is valid until the next iteration."""
         for bucket in self._buckets:
-            with timer.phase("wire"):
+            with spans.span("wire"):
                 part = self._take()
             yield bucket, BucketBytes(part, bucket.start)
-        with timer.phase("wire"):
+        with spans.span("wire"):
             part = self._take()
             self._await_sent()
         self.trailer = part.copy() if isinstance(part, np.ndarray) else part.cpu().numpy()
@@ -129,18 +114,21 @@ class _Source:
 
 
 class Reception:
-    """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
+    """Receive all shards of one version. Receives are posted at once: the sources may be sending already.
+
+    ``spans`` measure the phases ``wire``, ``verify`` and ``write``.
+    """
 
     def __init__(
         self,
         layout: AdapterLayout,
         links: GroupLinks,
         deadline: float,
-        timer: PhaseTimer,
+        spans: Spans,
         keys: ShardKeys,
         on_device: bool = False,
     ) -> None:
-        self._layout, self._timer, self._deadline = layout, timer, deadline
+        self._layout, self._spans, self._deadline = layout, spans, deadline
         here = [i for i, s in enumerate(layout.shards) if s.source in links.above]
         self._sources = [_Source(i, layout, links, deadline, keys, on_device) for i in here]
         self._stream = self._arrivals()
@@ -155,9 +143,9 @@ class Reception:
             with undo_on_error(self.drain):  # other servers may get their bytes through this one
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
-                with self._timer.phase("write"):
+                with self._spans.span("write"):
                     on_tensors(source.index, arrived, bucket.first, bucket.last, source.marks)
-        with self._timer.phase("verify"):
+        with self._spans.span("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
     def check_time(self, ref: AdapterRef) -> None:
@@ -171,7 +159,7 @@ class Reception:
             pass
 
     def _arrivals(self) -> Iterator[tuple[_Source, Bucket, BucketBytes]]:
-        running = [(s, s.arrivals(self._timer)) for s in self._sources]
+        running = [(s, s.arrivals(self._spans)) for s in self._sources]
         while running:
             for source, arrivals in list(running):
                 found = next(arrivals, None)

@@ -41,9 +41,8 @@ class ServedVersions:
 
     ``active`` maps the versions that can be requested to the acknowledgement of their publish, ``incarnations`` the
     adapters to their incarnation. ``left`` are lost versions and those of dropped adapters, on which requests may run.
-    ``session`` is the trainer's newest. ``keep``
-    versions of an adapter stay in their slots without a request; 0: one ends as its successor starts, as both have
-    the same memory (merged weights). ``pins`` hold versions like a request, until a time of the caller's clock.
+    ``session`` is the trainer's newest. ``keep`` versions of an adapter stay in their slots without a request; 0: one
+    ends as its successor starts, in its memory (merged). ``pins`` hold versions, until a time of the caller's clock.
     """
 
     def __init__(self, n_slots: int, keep: int, adapters: int = 1) -> None:
@@ -197,8 +196,7 @@ class ServedVersions:
         return [] if most is None else [self.free(most)]
 
     def retire_before(self, incoming: AdapterRef, now: float) -> list[ResidentVersion]:
-        """Retire the versions that are beyond ``keep`` as soon as ``incoming`` is active. Raises ValueError if a
-        version is in use that cannot be kept."""
+        """Retire what is beyond ``keep`` once ``incoming`` is active. Raises ValueError for a version still in use."""
         self.expire_pins(now)
         beyond = self.retirable(self._keep, incoming.name) if self._keep else sorted(self.active)
         return [*self.retire_left(), *map(self.free, beyond)]
@@ -216,8 +214,7 @@ class ServedVersions:
 
 
 def enter_session(versions: ServedVersions, manifest: ShardManifest) -> int:
-    """Drop the versions of an adapter that the trainer of ``manifest`` does not have; return how many requests run on
-    them.
+    """Drop an adapter's versions that the trainer of ``manifest`` does not have; return how many requests run on them.
 
     Raises ManifestError (``stale_version``) for a trainer that another session has replaced.
     """

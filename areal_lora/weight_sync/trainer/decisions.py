@@ -63,10 +63,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one attempt at one rank. ``sum`` is the ``seal.shard_sum`` of the rank's shard.
+    """Result of one attempt at one rank. ``sum`` is the `manifest.shard_sum` of the rank's shard.
 
-    ``own`` is a failure that another attempt cannot repair, ``wire`` a failure of the transfer.
-    ``cast``: what the cast to the serving dtype leaves of this rank's part of the adapter.
+    ``own`` is a failure that another attempt cannot repair, ``wire`` one of the transfer; ``cast`` of this rank's part.
     """
 
     ref: AdapterRef

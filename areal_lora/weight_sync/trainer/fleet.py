@@ -168,8 +168,7 @@ class Fleet:
     def drop(self, members: Sequence[ServerEndpoint], name: str, timeout_s: float) -> None:
         """Have ``members`` drop adapter ``name`` after their requests in progress. Does not wait for their answers.
 
-        A server that fails, or that returns later, drops it before its next version. Any thread; a server may cease to
-        be a member.
+        A server that fails, or returns later, drops it before its next version. Any thread, while members may change.
         """
         for names in list(self._away.values()):
             names.add(name)

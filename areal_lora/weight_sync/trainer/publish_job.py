@@ -120,7 +120,6 @@ class PackedShard:
         """Send buckets as they are packed, then the trailer; the group is free when this returns.
 
         Receivers on this machine may continue to read: do not pack before they have answered or are excluded.
-
         Raises PublishError at ``deadline`` (time.monotonic), for a dead peer or a failed ``pack``.
         """
         transfers = []
@@ -212,8 +211,7 @@ class PublishJob:
     ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before. ``met``:
     all ranks have started it. Rank 0 has ``progress``, None before its first step, and ``full_s``, when a server had no
     slot for it for the first time (time.monotonic, like ``began_s``). ``dropped``: its adapter is no longer wanted.
-    ``waited``: ``wait`` has reported the outcome. Packing counts in ``cast``. A copy made by ``replace`` has the same
-    packed shard, and no progress.
+    ``waited``: ``wait`` has reported the outcome. Packing counts in ``cast``. A copy by ``replace`` shares the shard.
     """
 
     manifest: ShardManifest
@@ -272,7 +270,6 @@ class JobQueue:
         self._begun, self._closed = 0, False
 
     def put(self, job: PublishJob) -> None:
-        """Give ``job`` the next number."""
         with self._changed:
             job.number = self._begun
             self._begun += 1

@@ -286,8 +286,7 @@ class Publisher:
     def _form(self, job: PublishJob, attempt: decisions.Attempt, deadline: float) -> None:
         """Replace groups: sources listen for each, rank 0 invites their servers, all meet (collective).
 
-        This rank is a member of the group that has no relay, if it is a source. Raises PublishError on every rank if a
-        member or worker does not join in time.
+        A source is a member of the group without a relay. Raises PublishError on all ranks if a member is not in time.
         """
         if any(group.relay is None for group in attempt.groups):
             self._leave()

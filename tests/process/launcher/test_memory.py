@@ -27,14 +27,14 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(name: str, tmp_path
     config = load_config(paths, [*SHORT, *shape.overrides])
     hf = json.loads((tmp_path / "model" / "config.json").read_text())
     memory = job_memory(config, ModelShape.from_hf(hf))
-    needed = sum(process.host * process.count for process in memory.processes)
+    needed = sum(process.host * len(process.nodes) for process in memory)
     found = {
         "trainer": sum(peaks.role("trainer")),
         "rollout": sum(peaks.role("server") + peaks.role("server worker")),
         "controller": sum(peaks.role("controller") + peaks.role("controller child")),
     }
     for role, nbytes in found.items():
-        estimate = sum(m.host * m.count for m in memory.processes if m.role == role)
+        estimate = sum(m.host * len(m.nodes) for m in memory if m.role == role)
         print(f"{name}: {role}: estimate {estimate / 2**20:.0f} MiB, measured {nbytes / 2**20:.0f} MiB")
     print(f"{name}: all: estimate {needed / 2**20:.0f} MiB, measured {peaks.total / 2**20:.0f} MiB")
     assert needed == pytest.approx(peaks.total, rel=TOLERANCE)

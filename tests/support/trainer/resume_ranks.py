@@ -19,10 +19,10 @@ from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
-from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
+from areal_lora.config.models import Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
-from areal_lora.config.sections.run import ProfileConfig
+from areal_lora.config.sections.run import CheckpointConfig, ProfileConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate

@@ -13,7 +13,7 @@ import pytest
 from areal_lora.checkpoint.checkpoint_store import plan_deletions, versions_in
 from areal_lora.checkpoint.recover import ResumePlan as Plan, find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Disk, Evaluation, files_of, read_files
-from areal_lora.config.models import CheckpointConfig
+from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.checkpoint.faulty_disk import FaultyDisk

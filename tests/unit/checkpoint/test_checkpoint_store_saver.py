@@ -12,7 +12,7 @@ from areal_lora.checkpoint import checkpoint_store
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave, CheckpointStore, Saver, Snapshot
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.state import Disk
-from areal_lora.config.models import CheckpointConfig
+from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef

@@ -1,13 +1,19 @@
-"""Which process holds a run folder, as the kernel shows it."""
+"""Which process holds a run folder, as the kernel shows it; which work for it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
-from areal_lora.cli.find_run import is_free
+import pytest
+
+from areal_lora.cli.find_run import is_free, local_processes
+from areal_lora.launcher.plan import MODULES
 from areal_lora.launcher.start import holder, lock_holders, run_lock
 from areal_lora.run_folder.paths import RunFolder
+from tests.support.clocks import wait_until
 
 LOCKS = """\
 1: POSIX  ADVISORY  WRITE 9004 fe:00:2148212 1073741824 1073742335
@@ -33,3 +39,11 @@ def test_the_launcher_that_holds_a_folder_is_found_and_not_disturbed(tmp_path: P
         assert not is_free(folder)
     assert holder(folder) is None
     assert is_free(folder)
+
+
+@pytest.mark.parametrize(("role", "module"), MODULES.items())
+def test_a_process_of_each_role_is_found_by_its_command_line(tmp_path: Path, role: str, module: str) -> None:
+    words = [sys.executable, "-c", "input()", "-m", module, "--run-folder", str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        wait_until(lambda: local_processes(RunFolder(tmp_path)) == {f"{role}-0": process.pid})
+        process.kill()

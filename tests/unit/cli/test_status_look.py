@@ -10,8 +10,9 @@ import pytest
 from areal_lora.cli import status as module
 from areal_lora.cli.app import main
 from areal_lora.cli.status import adapter_rows, look
-from areal_lora.config.models import Config, ServiceConfig
+from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config_here
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.slurm.job_query import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord

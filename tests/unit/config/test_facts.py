@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.facts import Facts, gather_facts, probe_gpus
 from areal_lora.config.load import load_config
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES
@@ -53,3 +53,20 @@ def test_an_address_that_this_machine_does_not_have_is_found() -> None:
     assert "no address 192.0.2.77" in str(problem)
     assert gather_facts(config, runs_here=False).address_problem is None
     assert gather_facts(load_config(EMBEDDED), runs_here=True).address_problem is None
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = load_config(EMBEDDED, ["cluster.device=cuda"])
+    assert (probe_gpus(), gather_facts(config, runs_here=True).device_bytes) == ([], None)
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "NVIDIA H100, 80GB, 81559, 570.1"\necho "NVIDIA T4, 15360, 570.1"\n')
+    program.chmod(0o755)
+    assert [(gpu.name, gpu.memory_mib, gpu.driver) for gpu in probe_gpus()] == [
+        ("NVIDIA H100, 80GB", 81559, "570.1"),
+        ("NVIDIA T4", 15360, "570.1"),
+    ]
+    assert gather_facts(config, runs_here=True).device_bytes == 15360 * 2**20
+    program.write_text('#!/bin/sh\necho "GRID, [N/A], 570.1"\n')
+    assert probe_gpus()[0].memory_mib == 0
+    assert gather_facts(config, runs_here=True).device_bytes is None, "its memory is not known"

@@ -107,5 +107,4 @@ def test_what_is_wrong_is_named(folder: Path, text: str, reason: str, fix: str) 
 
 
 def test_a_file_path_may_hold_colons() -> None:
-    path = parse_import_path("/a:b/c.py:f", "key")
-    assert (str(path.file), path.name) == ("/a:b/c.py", "f")
+    assert parse_import_path("/a:b/c.py:f", "key") == (Path("/a:b/c.py"), "f")

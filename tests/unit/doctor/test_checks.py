@@ -5,17 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from areal_lora.config.facts import GpuFacts
 from areal_lora.config.models import Config
 from areal_lora.doctor.checks import Level, check_all, shared_memory_bytes
-from areal_lora.doctor.probes import (
-    BandwidthFacts,
-    CanaryFacts,
-    DoctorFacts,
-    FolderFacts,
-    GpuFacts,
-    NodeFacts,
-    RoleFacts,
-)
+from areal_lora.doctor.probes import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
 from tests.support.obs.fake_run import make_config
 
 NEED_BYTES = 1 << 30

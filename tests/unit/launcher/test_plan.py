@@ -74,7 +74,7 @@ def test_the_page_is_a_process_beside_the_controller() -> None:
     plan = plan_of(MOE, "run.page=true", "cluster.slurm.wrapper.controller=[apptainer]")
     [page] = plan.role("page")
     assert page.argv == (*(sys.executable, "-m", "areal_lora.obs.report.live"), *page.argv[3:])
-    assert page.argv[3:] == ("--run-folder", str(plan.run_folder), "--index", "0")
+    assert page.argv[3:] == ("--run-folder", str(plan.run_folder))
     assert (page.node, page.devices) == (plan.role("controller")[0].node, ())
     assert ("page-0", "page", "127.0.0.1", "chosen by the system") in ports(config_of(EMBEDDED, "run.page=true"))
     assert ports(config_of(EMBEDDED)) == [

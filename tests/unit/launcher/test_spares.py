@@ -15,15 +15,15 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
-from areal_lora.launcher.slurm.states import JobRecord
-from areal_lora.launcher.spares import Going, RunState, job_going, own_devices, run_spares
+from areal_lora.launcher.slurm.states import JobRecord, Phase
+from areal_lora.launcher.spares import RunState, own_devices, phase_of_run, run_spares
 from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.clocks import wait_until
 from tests.support.paths import EXAMPLES
 
-GOING, OVER = (RunState(going=g, session="", secret_ns=1) for g in (Going.GOING, Going.OVER))
+RUNNING, OVER = (RunState(phase=g, session="", secret_ns=1) for g in (Phase.RUNNING, Phase.OVER))
 SERVER = """\
 import os, pathlib, signal, sys, time
 run, index = sys.argv[sys.argv.index("--run-folder") + 1], sys.argv[sys.argv.index("--index") + 1]
@@ -70,7 +70,7 @@ class Spares(threading.Thread):
 
     def __init__(self, config: Config, folder: Path, n: int) -> None:
         super().__init__(daemon=True)
-        self.state, self.code = GOING, -1
+        self.state, self.code = RUNNING, -1
         self._work = (config, RunFolder(folder, ""), n)
 
     def run(self) -> None:
@@ -117,11 +117,11 @@ def test_servers_follow_the_run_into_its_next_session(config: Config, tmp_path: 
     work = Spares(config, folder, 1)
     work.start()
     wait_until(lambda: seen(folder) == ["2 start"])
-    work.state = RunState(going=Going.WAITING, session="", secret_ns=1)  # the job is requeued
+    work.state = RunState(phase=Phase.WAITING, session="", secret_ns=1)  # the job is requeued
     wait_until(lambda: seen(folder).count("2 TERM") == 2)
     time.sleep(0.5)
     assert not any(s.startswith("3") for s in seen(folder))
-    work.state = RunState(going=Going.GOING, session="9-1", secret_ns=2)
+    work.state = RunState(phase=Phase.RUNNING, session="9-1", secret_ns=2)
     wait_until(lambda: "39-1 start" in seen(folder))
     work.state = OVER
     work.join(120)
@@ -162,30 +162,30 @@ def test_each_start_of_a_run_is_another_state(config: Config, tmp_path: Path) ->
     with run_lock(folder):
         create_secret(folder)
         first = spares.run_state(config, folder)
-        assert first.going is Going.GOING
+        assert first.phase is Phase.RUNNING
         create_secret(folder)
         assert spares.run_state(config, folder) != first
 
 
 @pytest.mark.parametrize(
-    ("state", "going"),
+    ("state", "phase"),
     [
-        ("RUNNING", Going.GOING),
-        ("RESIZING", Going.GOING),
-        ("PENDING", Going.WAITING),
-        ("COMPLETING", Going.WAITING),
-        ("SUSPENDED", Going.WAITING),
-        ("CONFIGURING", Going.WAITING),
-        ("FAILED", Going.OVER),
+        ("RUNNING", Phase.RUNNING),
+        ("RESIZING", Phase.RUNNING),
+        ("PENDING", Phase.WAITING),
+        ("COMPLETING", Phase.WAITING),
+        ("SUSPENDED", Phase.WAITING),
+        ("CONFIGURING", Phase.WAITING),
+        ("FAILED", Phase.OVER),
     ],
 )
-def test_states_of_a_job(state: str, going: Going) -> None:
-    assert job_going(JobRecord(id="7", state=state)) is going
+def test_states_of_a_job(state: str, phase: Phase) -> None:
+    assert phase_of_run(JobRecord(id="7", state=state)) is phase
 
 
 def test_a_job_of_unknown_state_may_be_running_and_a_forgotten_one_is_over() -> None:
-    assert job_going(JobRecord(id="7", why="scontrol is not on this machine")) is Going.GOING
-    assert job_going(JobRecord(id="7", why="it ended", forgotten=True)) is Going.OVER
+    assert phase_of_run(JobRecord(id="7", why="scontrol is not on this machine")) is Phase.RUNNING
+    assert phase_of_run(JobRecord(id="7", why="it ended", forgotten=True)) is Phase.OVER
 
 
 def test_devices_are_those_given(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

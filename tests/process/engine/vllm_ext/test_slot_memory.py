@@ -44,7 +44,7 @@ def test_the_memory_of_a_slot_is_within_a_tenth_of_the_plan(tmp_path: Path) -> N
     measured = (many.resident - few.resident) / slots
     print(f"a slot: predicted {slot / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB")
     for each in (few, many):
-        [replica] = [m for m in job_memory(each.server.config, shape).processes if m.role == "rollout"]
+        [replica] = [m for m in job_memory(each.server.config, shape) if m.role == "rollout"]
         print(
             f"{slot_count(each.server.config)} slots: server predicted {replica.host / MIB:.0f} MiB, measured ", end=""
         )

@@ -8,10 +8,11 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AdapterConfig, Config, ServiceConfig, TrainerConfig
+from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
+from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight
 from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, source_ranks, staging_bytes
@@ -33,7 +34,7 @@ FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
 
 def estimate(*overrides: str) -> dict[str, Memory]:
     shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
-    return {m.name: m for m in job_memory(load_config([MOE], list(overrides)), shape).processes}
+    return {m.name: m for m in job_memory(load_config([MOE], list(overrides)), shape)}
 
 
 def part(memory: Memory, name: str) -> float:
@@ -105,7 +106,7 @@ def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
 
     def of(*adapters: AdapterConfig) -> dict[str, dict[str, Part]]:
         job = job_memory(config.model_copy(update={"adapters": list(adapters)}), shape)
-        return {memory.name: {p.name: p for p in memory.parts} for memory in job.processes}
+        return {memory.name: {p.name: p for p in memory.parts} for memory in job}
 
     both, first, second = of(wide, narrow), of(wide), of(narrow)
     for rank in ("trainer rank, stage 0", "trainer rank, stage 1"):
@@ -143,7 +144,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
     service = config.model_copy(update={"service": ServiceConfig(target_modules=targets)})
 
     def of(config: Config) -> dict[str, dict[str, Part]]:
-        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape).processes}
+        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape)}
 
     joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
     for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
@@ -196,7 +197,7 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     sharded, spec = ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec("")
     layout = wire_layout(sharded, spec, "bfloat16")
     plan = pack_plan(sharded, spec, 0, layout)
-    rank = next(m for m in job_memory(config, shape).processes if m.role == "trainer")
+    rank = next(m for m in job_memory(config, shape) if m.role == "trainer")
     found = next(p for p in rank.parts if p.name == "publish and checkpoint")
     numbers = adapter_size(shape, spec).parameters // (config.trainer.ep if shape.experts else 1)
     wire, copies, packers = 2 * numbers, 3 * 4 * numbers, 2

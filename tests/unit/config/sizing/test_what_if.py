@@ -22,8 +22,8 @@ def test_the_first_row_is_the_estimate_itself() -> None:
     first = next(what_if(CONFIG, MOE))
     memory = job_memory(CONFIG, MOE)
     assert first.change == AS_IT_IS
-    assert first.rank_device == max(m.device for m in memory.processes if m.role == "trainer")
-    assert first.server_host == max(m.host for m in memory.processes if m.role == "rollout")
+    assert first.rank_device == max(m.device for m in memory if m.role == "trainer")
+    assert first.server_host == max(m.host for m in memory if m.role == "rollout")
 
 
 def test_each_change_moves_what_it_should() -> None:
@@ -32,7 +32,7 @@ def test_each_change_moves_what_it_should() -> None:
     larger = rows["adapter rank x 2"]
     adapters = [
         sum(p.device for p in m.parts if p.name in ("adapter weights and gradients", "optimizer moments"))
-        for m in job_memory(CONFIG, MOE).processes
+        for m in job_memory(CONFIG, MOE)
         if m.role == "trainer"
     ]
     more = larger.rank_device - plain.rank_device

@@ -20,8 +20,7 @@ import pytest
 
 from areal_lora.obs.metrics import rollout_store
 from areal_lora.obs.metrics.records import DroppedGroup
-from areal_lora.obs.metrics.rollout_store import RolloutWriter, Scalars, encoded, rollout_table, segments
-from areal_lora.obs.report.inspector import RolloutFilter, RolloutIndex
+from areal_lora.obs.metrics.rollout_store import RolloutWriter, rollout_table, segments
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import Outcome
 from tests.support.obs.rollouts import PROMPT, VOCABULARY, keep, step_rollouts
@@ -212,21 +211,3 @@ def test_an_answer_without_a_score_has_no_reward() -> None:
     table = rollout_table(replace(given, dropped=(lost,)), 0)
     assert str(table["reward"].to_pylist()) == "[0.0, 1.0, nan, 1.0]"
     assert table["dropped"].to_pylist() == [None, None, "scorer: down", "scorer: down"]
-
-
-def test_files_of_earlier_versions_are_read_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(tmp_path)
-    earlier = rollout_table(step_rollouts(0), 0).drop_columns(["dropped"])
-    folder.rollouts.mkdir(parents=True)
-    (folder.rollouts / "000000000-000000008.parquet").write_bytes(encoded(earlier))
-    other = msgspec.msgpack.encode(Scalars("rollout:<i8", ["toy"], bytes(8)))
-    (folder.rollouts / "000000000-000000008.index").write_bytes(other)
-    found = RolloutIndex(folder)
-    assert (found.page(RolloutFilter(outcome="trained")).matches, found.page(RolloutFilter()).rows[0].dropped) == (
-        8,
-        None,
-    )
-    monkeypatch.setattr(rollout_store, "MERGED_FILES", 2)
-    keep(folder, [step_rollouts(1, dropped=["stale"])])
-    assert len(segments(folder.rollouts)) == 1
-    assert (found.page(RolloutFilter(outcome="dropped")).matches, found.overview().kept) == (4, 20)

@@ -70,7 +70,7 @@ def test_the_process_beside_a_run_writes_its_address_for_the_owner_alone_and_end
     folder: RunFolder,
 ) -> None:
     folder.metrics.unlink()  # nothing is recorded yet
-    words = [sys.executable, "-m", "areal_lora.obs.report.live", "--run-folder", str(folder), "--index", "0"]
+    words = [sys.executable, "-m", "areal_lora.obs.report.live", "--run-folder", str(folder)]
     with subprocess.Popen(words) as page:
         try:
             wait_until(folder.page.exists)

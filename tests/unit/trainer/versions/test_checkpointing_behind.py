@@ -13,7 +13,7 @@ import torch
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
 from areal_lora.checkpoint.state import Disk
-from areal_lora.config.models import CheckpointConfig
+from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.collective.next_work import keep_pace, make_durable

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
+from areal_lora.obs.trace import Spans
 from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.server.reception import GroupLinks, PhaseTimer, Reception
+from areal_lora.weight_sync.server.reception import GroupLinks, Reception
 from tests.support.weight_sync.helpers import BUCKET_BYTES, KEYS, packed, ref, share, values
 
 CPU = torch.device("cpu")
@@ -158,9 +159,7 @@ class Group:
 
 def received(at_end):
     shard, _ = packed(*share(values(1)))
-    reception = Reception(
-        shard.layout, GroupLinks({0: Group(shard, at_end)}), time.monotonic() + 120, PhaseTimer(), KEYS
-    )
+    reception = Reception(shard.layout, GroupLinks({0: Group(shard, at_end)}), time.monotonic() + 120, Spans(), KEYS)
 
     def on_bucket(index, arrived, first, last, marks):
         marks.measure(arrived.base, first, last)
