@@ -134,11 +134,9 @@ class Environment(Protocol):
 
     def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
         """Start; the text returned, if any, is put after the prompt. ``sample`` has the fields of a `Sample`."""
-        ...
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
         """Reply to the model's answer: without special tokens, and without the text of `stop` that ended it."""
-        ...
 
 
 class WorkerLost(GenerationFault):
@@ -277,7 +275,6 @@ class MultiTurnWorkflow:
     async def _episode(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int
     ) -> tuple[PlayedEpisode, Generation]:
-        """The episode and its last answer."""
         packed, timeout_s = PackedTurns(), context.sampling.timeout_s
         packed.given(prompt.token_ids)
         episode = PlayedEpisode(context=context, ref=ref, seed=seed, max_turns=self.max_turns, packed=packed)

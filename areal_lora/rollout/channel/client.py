@@ -148,12 +148,9 @@ class ControllerSession:
                     self.adapters, self._session, self.replies_lost = welcome.adapters, welcome.session, False
 
     def close(self) -> None:
-        """Close all connections. No other thread may be inside a method."""
         for _, connection in self._connections.values():
             connection.close()
         self._context.term()
-
-    # ------------------------------------------------------------ one request
 
     def _exchange(self, request: m.Request, wait_s: float) -> m.Reply:
         """One request and its reply, over as many connections as it takes."""
@@ -258,10 +255,7 @@ class ControllerClient:
     def announce(
         self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = (), left: Sequence[str] = ()
     ) -> None:
-        """``ref`` is active on ``servers`` (data-plane URL by name) and nowhere else: new groups are sampled with it.
-
-        Since the previous announcement ``lost`` were excluded, and ``left`` have left in order.
-        """
+        """`AnnounceVersion`: new groups are sampled with ``ref``."""
         request = m.AnnounceVersion(
             adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost), left=tuple(left)
         )
@@ -322,7 +316,6 @@ class ControllerClient:
         self._tell(m.Evaluate(adapter=ref.name, version=ref.version, tag=tag))
 
     def shutdown(self) -> None:
-        """End the controller."""
         self._session.request(m.Shutdown(), m.Ack)
 
     def close(self) -> None:

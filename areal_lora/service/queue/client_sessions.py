@@ -14,8 +14,7 @@ from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, P
 from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, load
 from areal_lora.types import AdapterPhase
 
-MAX_SESSIONS, MAX_SAMPLERS = 256, 4096
-"""Of a tenant, at a time."""
+MAX_SESSIONS, MAX_SAMPLERS = 256, 4096  # of a tenant, at a time
 UNFETCHED_S = 86400.0
 
 
