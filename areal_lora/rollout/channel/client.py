@@ -292,10 +292,7 @@ class ControllerClient:
         return found
 
     def join(self, adapter: str, config: bytes, version: int, snapshot: bytes) -> str:
-        """Start an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
-
-        Returns why it cannot be rolled out, or nothing.
-        """
+        """`JoinAdapter`; returns why it cannot be rolled out, or nothing."""
         request = m.JoinAdapter(adapter=adapter, config=config, version=version, snapshot=snapshot)
         reply = self._session.request(request, m.Ack, m.AdapterFailed, wait_s=JOIN_S)
         if isinstance(reply, m.AdapterFailed):

@@ -188,10 +188,7 @@ def dropped(ticket: Ticket, reason: str, episode: Episode) -> DroppedGroup:
 
 
 class GroupPool:
-    """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step.
-
-    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more.
-    """
+    """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step."""
 
     def __init__(
         self,

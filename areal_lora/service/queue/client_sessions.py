@@ -94,10 +94,7 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
 
 
 def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
-    """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
-
-    The name is empty for the base. ``missing``: no server has this name any more.
-    """
+    """As `RequestQueue.serve`; the state if that needs an adapter of its own."""
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)

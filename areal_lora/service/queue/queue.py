@@ -145,12 +145,7 @@ class RequestQueue:
         return request
 
     async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
-        """Take a request of ``model``; returns its id.
-
-        Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
-        and fingerprint ``mark`` is the same request; another one is refused. A number that never arrives is passed
-        over after `ordering.GAP_S`, and the window that it would have been in fails.
-        """
+        """Take a request of ``model``, or find it taken by its fingerprint ``mark``; returns its id (`ordering`)."""
         self._heartbeats.received(model.partition(":")[0], tenant)  # as good as a heartbeat
         return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, mark, action))
 
