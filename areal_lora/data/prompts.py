@@ -81,22 +81,18 @@ class Formatter:
                 "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
             )
 
-    def text(self, sample: Sample) -> str:
-        """The whole prompt as text."""
-        if not self.how.is_chat or sample.messages is None:
-            return sample.prompt
-        return self.chat(list(sample.messages), last=True) + self.how.prefill
-
     def token_ids(self, sample: Sample) -> list[int]:
         """The prompt's tokens [P]."""
         return self.prompt(sample, sample.uid, 0).token_ids
 
     def prompt(self, sample: Sample, uid: str, position: int) -> "Prompt":
-        text = self.text(sample)
-        if sample.messages is not None:
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        else:
+        text = sample.prompt
+        if sample.messages is None:
             ids = self.tokenizer([text])["input_ids"][0]
+        else:
+            if self.how.is_chat:
+                text = self.chat(list(sample.messages), last=True) + self.how.prefill
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         return Prompt(uid=uid, position=position, sample=sample, text=text, token_ids=ids)
 
     def reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:

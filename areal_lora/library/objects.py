@@ -177,8 +177,6 @@ def _names(text: str) -> set[str]:
 
 REWARD, WORKFLOW, ENVIRONMENT, AGENT = "reward", "workflow", "environment", "agent"
 LOSS, ADVANTAGE = "loss", "advantage"
-
-
 _GIVEN = "given:object"
 _SECTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     REWARD: ("reward", {"kind": "function", "path": _GIVEN}),

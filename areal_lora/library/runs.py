@@ -21,8 +21,7 @@ from areal_lora.config.recorded import adapter_named, read_config_here
 from areal_lora.errors import ConfigError, ExitCode, RunFailed, RunInterrupted
 from areal_lora.launcher.run import prepare, start
 from areal_lora.launcher.supervise import Interrupts
-from areal_lora.library import objects as names
-from areal_lora.library.objects import given_sections, user_code
+from areal_lora.library import objects as own
 from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, Record, RunMetrics, StepRecord
@@ -156,13 +155,13 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train", "it handles signals, which only the main thread can", "call it in the main thread")
-    objects = {names.REWARD: reward, names.LOSS: loss, names.ADVANTAGE: advantage}
-    objects |= {names.ENVIRONMENT: environment, names.AGENT: agent, names.WORKFLOW: workflow}
+    objects = {own.REWARD: reward, own.LOSS: loss, own.ADVANTAGE: advantage}
+    objects |= {own.ENVIRONMENT: environment, own.AGENT: agent, own.WORKFLOW: workflow}
     wanted = _config(config, overrides, objects)
     if wanted.cluster.kind != "local":
         fix = "submit it with areal-lora train, then load_run its folder"
         raise ConfigError("cluster.kind", f"train waits for runs of this machine, not for {wanted.cluster.kind}", fix)
-    code = user_code(wanted, objects)
+    code = own.user_code(wanted, objects)
     out, err = run_console(), Console(stderr=True, highlight=False)
     with TemporaryDirectory(prefix="areal-lora-") as staged:
         code.write(Path(staged))
@@ -182,7 +181,7 @@ def _config(config: Config | Part | Sequence[Part], overrides: Sequence[str], ob
     if isinstance(config, Config):
         return load_config([config.model_dump(mode="json")], overrides) if overrides else config
     parts = [config] if isinstance(config, Path | str | Mapping) else config
-    return load_config(parts, overrides, given=given_sections(objects))
+    return load_config(parts, overrides, given=own.given_sections(objects))
 
 
 @contextmanager

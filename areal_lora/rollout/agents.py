@@ -41,7 +41,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, conversation_of, repeated
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Outcome, Sample, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +85,12 @@ class AgentWorkflow:
             for i in range(n)
         )
         scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
+        trajectories = list[Trajectory]()
         for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
             await self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
-        trajectories = tuple(
-            trajectory
-            for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True))
-            for trajectory in session.trajectories(prompt, i, score)
-        )
+            trajectories += session.trajectories(prompt, i, score)
         return Episode(
-            group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
+            group=TrajectoryGroup(uid=prompt.uid, trajectories=tuple(trajectories)),
             texts=tuple(session.last_text for session, _ in ended for _ in session.trained()),
             turns=tuple(session.turns_of(i) for session, _ in ended for i in session.trained()),
         )

@@ -105,7 +105,6 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     top_k: int = 0
     min_p: float = 0.0
     min_tokens: int = 0
-    ignore_eos: bool = False
     echo: bool = False
     stream: bool = False
     structured_outputs: StructuredOutputs | None = None

@@ -23,7 +23,7 @@ from areal_lora.errors import RecordError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.agent_api.session import RequestRecord, Session
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
@@ -134,11 +134,9 @@ class Environment(Protocol):
 
     def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
         """Start; the text returned, if any, is put after the prompt. ``sample`` has the fields of a `Sample`."""
-        ...
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
         """Reply to the model's answer: without special tokens, and without the text of `stop` that ended it."""
-        ...
 
 
 class WorkerLost(GenerationFault):
@@ -254,30 +252,23 @@ class MultiTurnWorkflow:
             )
             for i in range(n)
         )
-        scores = await self.context.scores(
-            [
-                (self.context.item(prompt.sample, answer), given_score(sum(each.rewards)) if each.rewards else None)
-                for each, answer in made
-            ]
-        )
+        items = [
+            (self.context.item(prompt.sample, answer), sum(each.rewards) if each.rewards else None)
+            for each, answer in made
+        ]
+        scores = await self.context.scores(items)
         trajectories = tuple(
             each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
             for i, ((each, _), score) in enumerate(zip(made, scores, strict=True))
         )
-        sampled = [each.packed.token_ids[len(prompt.token_ids) :] for each, _ in made]
-        return Episode(
-            group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            # The special tokens of a chat mark the speaker.
-            texts=tuple(
-                self.context.tokenizer.decode(ids, skip_special_tokens=prompt.sample.messages is None)
-                for ids in sampled
-            ),
-        )
+        # The special tokens of a chat mark the speaker.
+        decode = partial(self.context.tokenizer.decode, skip_special_tokens=prompt.sample.messages is None)
+        texts = tuple(decode(each.packed.token_ids[len(prompt.token_ids) :]) for each, _ in made)
+        return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories), texts=texts)
 
     async def _episode(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, seed: int
     ) -> tuple[PlayedEpisode, Generation]:
-        """The episode and its last answer."""
         packed, timeout_s = PackedTurns(), context.sampling.timeout_s
         packed.given(prompt.token_ids)
         episode = PlayedEpisode(context=context, ref=ref, seed=seed, max_turns=self.max_turns, packed=packed)

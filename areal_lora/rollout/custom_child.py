@@ -9,8 +9,7 @@ Tokens and episodes are made here. The controller resolves the newest version, a
 import base64
 import functools
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
@@ -24,7 +23,7 @@ from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, load_token
 from areal_lora.errors import AlignmentError
 from areal_lora.network.http_server import ParsedText, ToolCallsBody
 from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
-from areal_lora.rollout.environment_kinds import called
+from areal_lora.rollout.environment_kinds import WorkerKind, called
 from areal_lora.rollout.workflow import Episode, Workflow, WorkflowContext, first_fault, given_score
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome
@@ -55,8 +54,6 @@ class ContextFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkflowRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a workflow is to run."""
-
     prompt: Prompt
     ref: AdapterRef
     seed: int
@@ -125,7 +122,7 @@ async def _result(call: Call, kind: type[T]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallingClient:
-    """The controller's `CompletionClient`, by calls. Answers come whole."""
+    """The controller's `CompletionClient`, by calls, which raise GenerationFault. Answers come whole."""
 
     pins: bool
     path: tuple[int, ...] = ()
@@ -141,7 +138,6 @@ class CallingClient:
     async def sample(
         self, ref: AdapterRef, request: CompletionRequest, *, timeout_s: float, arrived: Arrived | None = None
     ) -> list[Generation]:
-        """As `CompletionClient.sample`. Raises GenerationFault."""
         answers = await _result(
             SampleCall(conversation=self.path, ref=ref, request=request, timeout_s=timeout_s), list[Generation]
         )
@@ -153,7 +149,6 @@ class CallingClient:
     async def score(
         self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
     ) -> Generation:
-        """As `CompletionClient.score`. Raises GenerationFault."""
         call = GivenAnswerCall(
             conversation=self.path,
             ref=ref,
@@ -165,7 +160,6 @@ class CallingClient:
         return await _result(call, Generation)
 
     async def tool_calls(self, ref: AdapterRef, request: ToolCallsBody, *, timeout_s: float) -> list[ParsedText]:
-        """As `CompletionClient.tool_calls`. Raises GenerationFault."""
         call = ToolCallsCall(conversation=self.path, ref=ref, request=request, timeout_s=timeout_s)
         return await _result(call, list[ParsedText])
 
@@ -191,17 +185,13 @@ class _Tokenizer:
         return self._load()(text)
 
 
-class CustomWorkflows:
+class CustomWorkflows(WorkerKind):
     """Those that ``factory`` makes, one for each context; the first at once, for the training's ``context``."""
 
     def __init__(self, factory: Callable[..., Workflow], arguments: Mapping[str, Any], context: dict[str, Any]) -> None:
         self._made = functools.partial(factory, **arguments)
         self._workflows = dict[bytes, Workflow]()
         self._workflow(context)
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        yield
 
     def _workflow(self, context: dict[str, Any]) -> Workflow:
         key = msgspec.json.encode(context)

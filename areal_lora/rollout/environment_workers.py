@@ -133,7 +133,7 @@ class EnvironmentWorkers:
     def __init__(self, chosen: Section, context: ContextFields, launchers: Mapping[str, Sequence[str]] = {}) -> None:
         self.context, self._workers, self._nodes = context, list[_Worker](), launchers or {"": ()}
         turns = itertools.cycle(self._nodes.items())
-        self._beats: asyncio.Task[None] | None = None
+        self._beats: asyncio.Task[None]
         if isinstance(chosen, WorkerWorkflowConfig):
             self._workers += (_Worker(chosen, context, turns) for _ in range(chosen.workers))
 
@@ -178,11 +178,7 @@ class EnvironmentWorkers:
                 worker.beat()
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        if self._beats is not None:
-            self._beats.cancel()
+        self._beats.cancel()
         await asyncio.gather(*(worker.close() for worker in self._workers))  # srun takes seconds to end its task
 
 

@@ -40,7 +40,7 @@ from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.teacher import Teacher
-from areal_lora.rollout.workflow import Scorer, WorkflowContext
+from areal_lora.rollout.workflow import Scorer, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -109,8 +109,6 @@ def adapter_data(
 
 @dataclass(frozen=True, slots=True)
 class SharedResources:
-    """What the adapters of this process share."""
-
     config: Config
     run_folder: RunFolder
     client: CompletionClient
@@ -156,12 +154,6 @@ class SharedResources:
             if (task := tasks.get(ticket.seq)) is not None:  # else it has ended without a report
                 task.cancel()
 
-        async def close() -> None:
-            await scorer.close()
-            await workers.close()
-            if teacher is not None:
-                await teacher.close()
-
         if part.curriculum is not None:
             part.curriculum.attach(self.ledger, adapter.name)
         solved = None
@@ -189,7 +181,6 @@ class SharedResources:
             seed=run.seed,
             capacity=capacity,
             weight=adapter.weight,
-            close=close,
             workflow=build_training(adapter, context, self.sessions, self.run_folder, workers, teacher),
             evaluator=evaluator,
             take_costs=scorer.take_costs,
@@ -203,7 +194,7 @@ class SharedResources:
         [part] = await asyncio.to_thread(load_data, alone(self.config, adapter), self.run_folder)
         async with AsyncExitStack() as stack:
             made = await self.runtime(part, stack)
-            stack.pop_all()  # they end with the adapter
+            made.close = stack.pop_all().aclose
         set_status(self.run_folder, ROLE, 0, "serving")
         return made
 
@@ -290,15 +281,12 @@ def build_evaluator(
     Raises ConfigError for a workflow that cannot be built.
     """
     pinned, longest = client.pinned(), config.rollout.max_model_len
-    contexts = {
-        each.name: WorkflowContext(
+    workflows = dict[str, Workflow]()
+    for each in sets:
+        context = WorkflowContext(
             client=pinned, scorer=scorer, sampling=each.sampling, formatter=each.formatter, max_model_len=longest
         )
-        for each in sets
-    }
-    workflows = {
-        each.name: build_workflow(each.workflow, contexts[each.name], sessions, folder, workers) for each in sets
-    }
+        workflows[each.name] = build_workflow(each.workflow, context, sessions, folder, workers)
     return Evaluator(
         reward_kind=adapter.rewards[0].kind,
         sets=sets,

@@ -104,8 +104,8 @@ class Router:
         if lost or servers != self._urls:
             self._change_members(servers, lost, frozenset(left))
         held = self._holders.setdefault(ref.name, {})
-        for other in [r for r in held if r == ref or not _beside(r, ref)]:
-            del held[other]
+        for other in [r for r in held if not ref.version - KEEP_VERSIONS < r.version < ref.version]:
+            del held[other]  # later ones were rolled back
         held[ref] = self._members
 
     def _change_members(self, servers: Mapping[str, str], lost: frozenset[str], left: frozenset[str]) -> None:
@@ -126,7 +126,6 @@ class Router:
             held.update({ref: remaining[id(on)] for ref, on in held.items()})
 
     def forget(self, adapter: str) -> None:
-        """Forget the versions of an adapter that has left the run."""
         self._holders.pop(adapter, None)
 
     def retired(self, server: Server, ref: AdapterRef) -> None:
@@ -225,8 +224,3 @@ class Router:
             if group.server is None or group.server.lost or group.server.leaving:
                 group.server = server
         return server
-
-
-def _beside(held: AdapterRef, newest: AdapterRef) -> bool:
-    """Whether a version may still be requested once ``newest`` is announced; later ones were rolled back."""
-    return newest.version - KEEP_VERSIONS < held.version <= newest.version

@@ -256,7 +256,6 @@ class Workflow(Protocol):
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         """Roll out ``prompt`` with ``ref``; raises GenerationFault."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

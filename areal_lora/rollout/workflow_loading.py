@@ -9,21 +9,11 @@ import msgspec
 from areal_lora.config.sections import adapter as entry, task as config
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ConfigError
-from areal_lora.rollout import workflow as flow
+from areal_lora.rollout import custom_child as child, workflow as flow
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow, SampleTimeout, repeated
-from areal_lora.rollout.custom_child import (
-    Call,
-    CallAnswer,
-    SampleCall,
-    ScoreCall,
-    ToolCallsCall,
-    WorkflowRun,
-    packed,
-    unpacked,
-)
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult
 from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.run_folder.paths import RunFolder
@@ -68,29 +58,24 @@ def build_workflow(
     ``sessions`` are the agents' endpoint's; the agents' conversations are kept in ``folder``. Code of users runs in
     ``workers``.
     """
-    match chosen:
-        case config.SingleTurnWorkflowConfig():
-            return flow.SingleTurnWorkflow(context=context)
-        case config.WorkerWorkflowConfig(kind="multi_turn"):
-            assert workers is not None
-            return MultiTurnWorkflow(
-                context=context, played=workers.run, max_turns=chosen.max_turns, cut=chosen.on_timeout == "score"
-            )
-        case config.WorkerWorkflowConfig(kind="custom"):
-            assert workers is not None
-            return CustomWorkflow(context=context, workers=workers)
-        case config.WorkerWorkflowConfig():
-            assert workers is not None
-            return AgentWorkflow(
-                context=context,
-                sessions=sessions,
-                agent=workers.play,
-                tool_parser=chosen.tool_parser,
-                kept=ConversationFile(folder) if folder else None,
-                cut=chosen.on_timeout == "score",
-            )
-        case config.ClientWorkflowConfig():
-            raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")
+    if isinstance(chosen, config.SingleTurnWorkflowConfig):
+        return flow.SingleTurnWorkflow(context=context)
+    if isinstance(chosen, config.ClientWorkflowConfig):
+        raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")
+    assert workers is not None
+    cut = chosen.on_timeout == "score"
+    if chosen.kind == "multi_turn":
+        return MultiTurnWorkflow(context=context, played=workers.run, max_turns=chosen.max_turns, cut=cut)
+    if chosen.kind == "custom":
+        return CustomWorkflow(context=context, workers=workers)
+    return AgentWorkflow(
+        context=context,
+        sessions=sessions,
+        agent=workers.play,
+        tool_parser=chosen.tool_parser,
+        kept=ConversationFile(folder) if folder else None,
+        cut=cut,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +100,7 @@ class CustomWorkflow:
         timeout_s = self.context.sampling.timeout_s
 
         async def tried(seed: int) -> PlayResult:
-            run = packed(WorkflowRun(prompt=prompt, ref=ref, seed=seed))
+            run = child.packed(child.WorkflowRun(prompt=prompt, ref=ref, seed=seed))
             task = {"context": msgspec.to_builtins(fields), "run": run, "sample": {}}
             try:
                 async with asyncio.timeout(timeout_s):
@@ -124,7 +109,7 @@ class CustomWorkflow:
                 raise SampleTimeout(f"the workflow took longer than {timeout_s:g} s") from None
 
         played = await repeated(tried, seed, prompt.uid)
-        episode: flow.Episode = unpacked(played.episode, flow.Episode)
+        episode: flow.Episode = child.unpacked(played.episode, flow.Episode)
         return episode
 
 
@@ -136,20 +121,20 @@ class ContextCalls:
     clients: dict[tuple[int, ...], flow.RolloutClient] = field(default_factory=dict)
 
     async def answer(self, body: Any) -> str:
-        call = unpacked(body, Call)
+        call = child.unpacked(body, child.Call)
         try:
-            return packed(CallAnswer(result=msgspec.msgpack.encode(await self._result(call))))
+            return child.packed(child.CallAnswer(result=msgspec.msgpack.encode(await self._result(call))))
         except GenerationFault as fault:
-            return packed(CallAnswer(fault=fault.kind, detail=fault.detail))
+            return child.packed(child.CallAnswer(fault=fault.kind, detail=fault.detail))
 
-    async def _result(self, call: Call) -> Any:
-        if isinstance(call, ScoreCall):
+    async def _result(self, call: child.Call) -> Any:
+        if isinstance(call, child.ScoreCall):
             return await self.context.score(call.items)
         client = self._client(call.conversation)
         ref, limit = client.newest(call.ref), call.timeout_s
-        if isinstance(call, SampleCall):
+        if isinstance(call, child.SampleCall):
             return await client.sample(ref, call.request, timeout_s=limit)
-        if isinstance(call, ToolCallsCall):
+        if isinstance(call, child.ToolCallsCall):
             return await client.tool_calls(ref, call.request, timeout_s=limit)
         ids, temperature = (call.prompt_ids, call.answer_ids), call.temperature
         return await client.score(ref, *ids, temperature=temperature, timeout_s=limit)

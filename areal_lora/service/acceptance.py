@@ -47,10 +47,8 @@ from areal_lora.tasks.check import joining
 
 log = get_logger(__name__)
 
-SHARED = "shared"
-"""The folder below ``service.api.data`` whose files every tenant may name."""
-CHECKS = 2
-"""Adapters whose rows are read at a time."""
+SHARED = "shared"  # the folder below ``service.api.data`` whose files every tenant may name
+CHECKS = 2  # adapters whose rows are read at a time
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 MAX_NAMES, MAX_LENGTH = 64, 256
 

@@ -38,8 +38,7 @@ COMPLETE = "checkpoint_complete"
 """An empty file at the end of an archive; the SDK's command line requires it."""
 READ_BYTES = 1 << 20
 MAX_DOWNLOADS = 8
-EXPORTS = 2
-"""Versions that are exported at a time."""
+EXPORTS = 2  # versions that are exported at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

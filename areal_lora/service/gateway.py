@@ -36,8 +36,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-TRY_ANOTHER = (429, 503)
-"""Statuses of a server that has not started the request."""
+TRY_ANOTHER = (429, 503)  # statuses of a server that has not started the request
 
 
 class Gateway:

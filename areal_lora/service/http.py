@@ -21,8 +21,7 @@ log = get_logger(__name__)
 
 MAX_QUERY_LENGTH = 2048
 MAX_KEY_LENGTH = 128
-BODY_S = 60.0
-"""Slower uploads time out."""
+BODY_S = 60.0  # slower uploads time out
 MAX_NOTES_BYTES = 16 << 10
 STALL_S, STREAM_S = 60.0, 3600.0
 """A stream ends if its client reads nothing for so long, and at the latest: it holds a version, or files."""
@@ -146,7 +145,6 @@ def decoded(body: bytes | Mapping[str, Any], kind: type[T], fix: str = JSON_FIX)
 
 
 def sdk_decoded(body: bytes | Mapping[str, Any], kind: type[T]) -> T:
-    """A body of the SDK as ``kind``. Raises RequestError (422)."""
     return decoded(body, kind, SDK_FIX)
 
 

@@ -52,7 +52,7 @@ from areal_lora.service.tinker.routes import Sdk
 JSON = "application/json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Api:
     """Adapters of tenants, records and files, inference, tenants, keys, the tinker SDK."""
 
@@ -279,16 +279,8 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         around = Surroundings.of(config, observed)
         queue = await stack.enter_async_context(RequestQueue(writer, run_folder, acceptance.of_client, around))
         gateway, meter = await stack.enter_async_context(Gateway(run_folder)), Meter()
-        api = Api(
-            config=config,
-            run_folder=run_folder,
-            writer=writer,
-            observed=observed,
-            acceptance=acceptance,
-            gateway=gateway,
-            meter=meter,
-            sdk=await stack.enter_async_context(Sdk(config, run_folder, queue, gateway, meter)),
-        )
+        sdk = await stack.enter_async_context(Sdk(config, run_folder, queue, gateway, meter))
+        api = Api(config, run_folder, writer, observed, acceptance, gateway, meter, sdk)
         server = HttpServer(api.app(), sock, None)
         plane = watched_task("http-plane", server.serve)
         port = sock.getsockname()[1]

@@ -33,14 +33,10 @@ from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0
-TEST_S = 4.0
-"""CPU seconds of one test."""
-WALL_FACTOR = 2.5
-"""Seconds of a test over its CPU seconds: several run on a busy machine."""
-OUTPUT_BYTES = 256 << 10
-"""Largest output of a test, and largest file in its temporary folder."""
-TEST_BYTES = 256 << 20
-"""Address space of the program in a test."""
+TEST_S = 4.0  # CPU seconds of one test
+WALL_FACTOR = 2.5  # seconds of a test over its CPU seconds: several run on a busy machine
+OUTPUT_BYTES = 256 << 10  # largest output of a test, and largest file in its temporary folder
+TEST_BYTES = 256 << 20  # address space of the program in a test
 _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),

@@ -32,8 +32,7 @@ from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
-HELD_OUT = 256
-"""Rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``."""
+HELD_OUT = 256  # rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -222,7 +221,6 @@ def load_samples(task: TaskConfig, split: Split, folder: Path | None = None) -> 
 
 
 def reads_hub(task: TaskConfig) -> bool:
-    """Whether a split of ``task`` is on the hub."""
     return isinstance(task, DatasetTask) and (_source(task, "train").on_hub or _source(task, "eval").on_hub)
 
 

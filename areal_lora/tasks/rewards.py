@@ -37,15 +37,7 @@ class Graded(TypedDict, total=False):
 MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
 
 _CHARACTERS = str.maketrans(dict.fromkeys("−–‒﹣－", "-") | dict.fromkeys("\u00a0\u2009\u202f", " "))
-_LATEX = (
-    (r"\$", "$"),
-    (r"\%", "%"),
-    (r"\,", ""),
-    (r"\!", ""),
-    ("{,}", ","),
-    (r"\dfrac", r"\frac"),
-    (r"\tfrac", r"\frac"),
-)
+_LATEX = {r"\$": "$", r"\%": "%", r"\,": "", r"\!": "", "{,}": ",", r"\dfrac": r"\frac", r"\tfrac": r"\frac"}
 
 _INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _TOKEN = re.compile(
@@ -242,7 +234,7 @@ def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
 
 def _normalize(text: str) -> str:
     text = text.translate(_CHARACTERS)
-    for latex, plain in _LATEX:
+    for latex, plain in _LATEX.items():
         text = text.replace(latex, plain)
     return text
 

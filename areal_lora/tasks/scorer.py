@@ -237,7 +237,7 @@ class _Child:
             raise ConfigError("reward", ready.problem)
         if ready.problem:
             raise EnvironmentError_(ready.problem)
-        self._style = Style(ready.style)
+        self._style = ready.style
         return ready.missing
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
@@ -366,11 +366,8 @@ class RewardSum:
             self._stack = stack.pop_all()
         return self
 
-    async def close(self) -> None:
-        await self._stack.aclose()
-
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
+        await self._stack.aclose()
 
 
 def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[float]) -> Score:

@@ -68,7 +68,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     exit_code: int = 0
     missing: list[str] = []
-    style: str = Style.EACH.value
+    style: Style = Style.EACH
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ def main() -> None:
         write_frame(replies, Ready(problem=str(error), exit_code=error.exit_code))
         return
     limit_memory(setup.memory_bytes)
-    write_frame(replies, Ready(missing=missing, style=reward.style.value))
+    write_frame(replies, Ready(missing=missing, style=reward.style))
     printed.take()
     judge = Judge(call=reward, setup=setup, printed=printed, replies=replies, deadline=deadline)
     decoder = msgspec.msgpack.Decoder(list[ScoreItem])

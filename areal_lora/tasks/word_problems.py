@@ -37,7 +37,6 @@ BAGS_ONE_IN = 3
 
 
 def apply_operation(left: int, operation: Operation, right: int) -> int:
-    """Return ``left operation right`` in whole numbers."""
     return {"+": left + right, "-": left - right, "*": left * right}[operation]
 
 

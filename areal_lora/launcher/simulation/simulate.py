@@ -171,7 +171,6 @@ class _World:
             seed=seed,
             capacity=capacity,
             weight=1.0,
-            close=_unused,
         )
         adapters, stop = {self.name: self.runtime}, asyncio.Event()
         self.controller = controller.Controller(adapters, self.router, tasks=tasks, stop=stop, open_adapter=_unused)

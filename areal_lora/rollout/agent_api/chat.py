@@ -192,8 +192,7 @@ async def reply_events(
     stream: ReplyStream, model: str, body: dict[str, Any], spell: Spell
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer: text as it comes, calls at the end."""
-    options = body.get("stream_options")
-    with_usage = isinstance(options, dict) and options.get("include_usage") is True
+    with_usage = (body.get("stream_options") or {}).get("include_usage") is True
     head = _head(stream.started, model, ".chunk") | ({"usage": None} if with_usage else {})
     request, roles = stream.started.request, set[int]()
 

@@ -25,12 +25,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("audio", "web_search_options", "echo", "suffix", "background", "conversation"), _ABSENT),
 }
 """By field: why it is refused, unless its value changes nothing."""
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "function_call": ("none",),
-}
+_NOTHING: dict[str, Any] = {"repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "function_call": "none"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
 _STATUS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -56,7 +51,7 @@ def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> No
         if isinstance(wanted, int | float) and wanted != used:
             raise AgentRequestError(400, f"{name} {wanted:g} is not the run's {used:g}; leave it out", name)
     for name, reason in REASONS.items():
-        if (value := body.get(name)) and value not in _NOTHING.get(name, ()):
+        if (value := body.get(name)) and value != _NOTHING.get(name):
             raise refuse(name, reason)
     if body.get("modalities") not in (None, ["text"]):
         raise refuse("modalities", _ABSENT)

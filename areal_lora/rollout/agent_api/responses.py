@@ -141,16 +141,8 @@ def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[s
             {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status, "content": [part]}
         )
     for call in reply.turn.calls:
-        items.append(
-            {
-                "id": f"fc_{call.id}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-        )
+        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        items.append({"id": f"fc_{call.id}", "type": "function_call", **named, "status": "completed"})
     return items
 
 

@@ -148,12 +148,9 @@ class ControllerSession:
                     self.adapters, self._session, self.replies_lost = welcome.adapters, welcome.session, False
 
     def close(self) -> None:
-        """Close all connections. No other thread may be inside a method."""
         for _, connection in self._connections.values():
             connection.close()
         self._context.term()
-
-    # ------------------------------------------------------------ one request
 
     def _exchange(self, request: m.Request, wait_s: float) -> m.Reply:
         """One request and its reply, over as many connections as it takes."""
@@ -258,10 +255,7 @@ class ControllerClient:
     def announce(
         self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = (), left: Sequence[str] = ()
     ) -> None:
-        """``ref`` is active on ``servers`` (data-plane URL by name) and nowhere else: new groups are sampled with it.
-
-        Since the previous announcement ``lost`` were excluded, and ``left`` have left in order.
-        """
+        """`AnnounceVersion`: new groups are sampled with ``ref``."""
         request = m.AnnounceVersion(
             adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost), left=tuple(left)
         )
@@ -298,10 +292,7 @@ class ControllerClient:
         return found
 
     def join(self, adapter: str, config: bytes, version: int, snapshot: bytes) -> str:
-        """Start an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
-
-        Returns why it cannot be rolled out, or nothing.
-        """
+        """`JoinAdapter`; returns why it cannot be rolled out, or nothing."""
         request = m.JoinAdapter(adapter=adapter, config=config, version=version, snapshot=snapshot)
         reply = self._session.request(request, m.Ack, m.AdapterFailed, wait_s=JOIN_S)
         if isinstance(reply, m.AdapterFailed):
@@ -322,7 +313,6 @@ class ControllerClient:
         self._tell(m.Evaluate(adapter=ref.name, version=ref.version, tag=tag))
 
     def shutdown(self) -> None:
-        """End the controller."""
         self._session.request(m.Shutdown(), m.Ack)
 
     def close(self) -> None:

@@ -61,8 +61,6 @@ class Controller:
         for runtime in adapters.values():
             runtime.start = self._start
 
-    # ------------------------------------------------------------ groups
-
     def _start(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         def ended(task: asyncio.Task[None]) -> None:
             if runtime.tasks.get(ticket.seq) is task:
@@ -83,8 +81,6 @@ class Controller:
             runtime.fail(error)
         self._admission.admit()
         self._changes.notify()
-
-    # ------------------------------------------------------------ requests
 
     async def handle(self, request: m.Request) -> m.Reply:
         if isinstance(request, m.Hello):
@@ -163,8 +159,6 @@ class Controller:
         self._admission.admit()
         return m.Ack()
 
-    # ------------------------------------------------------------ adapters that join
-
     async def _join(self, request: m.JoinAdapter) -> m.Ack | m.AdapterFailed | m.StaleSession:
         """The first request opens the adapter; a repeated one, after a lost reply, changes nothing but the pause."""
         name = request.adapter
@@ -219,7 +213,6 @@ class Controller:
         return leaving
 
     async def close(self) -> None:
-        """Close the scorers of the adapters that joined."""
         for runtime in self._joined.values():
             await runtime.close()
 
@@ -318,7 +311,7 @@ def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.Adapter
         reward_costs=runtime.take_costs(),
         events=(),
         snapshot=lease.snapshot,
-        dropped=runtime.feed.dropped.take() if runtime.texts else (),
+        dropped=runtime.feed.take_dropped() if runtime.texts else (),
     )
 
 
@@ -336,8 +329,7 @@ def _lacking(runtime: AdapterRuntime) -> m.Lacking:
 
 def _components(lease: Lease) -> dict[str, float]:
     """Mean of each named part of the reward over the batch's samples."""
-    groups = [done.episode.group for done in lease.finished]
     # The trajectories of one sample have its one reward.
-    samples = {(group.uid, t.sample): t.components for group in groups for t in group.trajectories}
+    samples = {(group.uid, t.sample): t.components for group in lease.groups for t in group.trajectories}
     names = {name: None for components in samples.values() for name in components}
     return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}

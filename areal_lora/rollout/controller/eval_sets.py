@@ -17,6 +17,7 @@ from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalSetResult
+from areal_lora.rollout.workflow import greedy
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
@@ -99,17 +100,9 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
 
 def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
     """The sampling of a set: stop texts and time limit as in training, no restriction."""
-    return trained.model_copy(
-        update={
-            "n_samples": chosen.n_samples,
-            "temperature": chosen.temperature,
-            "top_p": 1.0,
-            "max_new_tokens": chosen.max_new_tokens or trained.max_new_tokens,
-            "top_k": 0,
-            "min_p": 0.0,
-            "min_tokens": 0,
-        }
-    )
+    longest = chosen.max_new_tokens or trained.max_new_tokens
+    own = {"n_samples": chosen.n_samples, "temperature": chosen.temperature, "max_new_tokens": longest}
+    return greedy(trained).model_copy(update=own | {"min_tokens": 0})
 
 
 def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | None:
@@ -123,7 +116,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         return None
     model, held_out = config.model, chosen.held_out
     single_turn = isinstance(chosen.workflow, SingleTurnWorkflowConfig)
-    greedy = single_turn and (chosen.config.temperature, chosen.config.n_samples) == (0, 1)
+    at_random = not single_turn or (chosen.config.temperature, chosen.config.n_samples) != (0, 1)
     problems = [
         (s.uid, s.prompt, s.messages, s.answer, dict(s.columns), prompt.token_ids)
         for prompt in held_out.prompts
@@ -139,7 +132,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         "workflow": chosen.workflow.model_dump(mode="json"),
         "format": chosen.formatter.how.model_dump(mode="json"),
         "rewards": [adapter.reward_weights, *(reward.model_dump(mode="json") for reward in adapter.rewards)],
-        "random": None if greedy else [chosen.name, adapter_run(config, adapter).seed],
+        "random": [chosen.name, adapter_run(config, adapter).seed] if at_random else None,
     }
     text = json.dumps(parts, sort_keys=True, default=repr)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

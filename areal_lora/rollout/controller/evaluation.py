@@ -28,6 +28,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
+from areal_lora.rollout.controller.groups import USER_CODE
 from areal_lora.rollout.workflow import Episode, Workflow, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.tally import Answer, estimate
@@ -36,14 +37,7 @@ from areal_lora.types import AdapterRef, Outcome, Trajectory
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
 USER_TRIES = 2
-USER_FAULTS = (
-    FaultKind.AGENT,
-    FaultKind.ENVIRONMENT,
-    FaultKind.WORKFLOW,
-    FaultKind.TIMEOUT,
-    FaultKind.REJECTED,
-    FaultKind.SCORER,
-)
+USER_FAULTS = (*USER_CODE, FaultKind.TIMEOUT, FaultKind.REJECTED)
 """What a workflow does wrong with one problem: its answers stay unscored, after ``USER_TRIES``."""
 GIVES_WAY = 4
 """The part of their places that evaluations keep while the trainer waits: one in so many. Not none: a trainer that is
@@ -60,12 +54,10 @@ class Changes:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake all callers."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def next(self) -> None:
-        """Return at the next change."""
         await self._event.wait()
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
@@ -92,12 +84,10 @@ class EvalPlaces:
         return sequences // max(1, self._evaluations)
 
     def trainer_waits(self, waits: bool) -> None:
-        """Whether the trainer waits for a batch of rollouts."""
         self._trainer_waits = waits
         self.changes.notify()
 
     def resize(self, sequences: int) -> None:
-        """The servers have changed."""
         self._sequences = sequences
         self.changes.notify()
 
@@ -122,7 +112,6 @@ class Share:
 
     @asynccontextmanager
     async def take(self, sequences: int) -> AsyncIterator[None]:
-        """Wait for the places of one request."""
         async with self._turn:
             while self._taken and self._taken + sequences > self._places.each:
                 await self._places.changes.next()
@@ -167,7 +156,9 @@ class Evaluator:
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
         start = time.monotonic()
         try:
-            answers = await self._answers(chosen, ref)
+            with self.places.share() as share:
+                prompts = chosen.held_out.prompts
+                answers = await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
         except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
             known = isinstance(error, ArealLoraError)
             if not known:
@@ -178,11 +169,6 @@ class Evaluator:
         return await asyncio.to_thread(
             result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
-
-    async def _answers(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Answer]]:
-        prompts = chosen.held_out.prompts
-        with self.places.share() as share:
-            return await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
     async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
         """Repeats what may succeed later. Raises the last GenerationFault, but for what the workflow does wrong."""
@@ -252,7 +238,6 @@ def _last_turn(chosen: EvalSet, trajectory: Trajectory) -> str:
 def result_of(
     chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Answer]], reward_kind: str, wall_s: float
 ) -> EvalSetResult:
-    """Summarize the ``answers`` to each problem of the set."""
     figures = estimate(answers, reward_kind)
     if figures.reward_mean is None:
         return failed(chosen, f"no answer could be scored: {answers[0][0].score.detail}", wall_s)

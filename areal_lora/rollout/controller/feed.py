@@ -11,17 +11,18 @@ The feed decides. `GroupPool` carries out, in memory and in the ledger.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
-from areal_lora.obs.metrics.records import faults_text
+from areal_lora.obs.metrics.records import DroppedGroup, faults_text
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel.channel_messages import Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
-from areal_lora.rollout.controller.groups import DropReport, FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
+from areal_lora.rollout.controller.groups import FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
 from areal_lora.rollout.controller.pacing import STALE, Pacer, Pacing, StalenessBudget
 from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import GroupState, Ledger
@@ -63,7 +64,7 @@ class AdapterFeed:
         self.name, self.budget, self.max_running = name, budget, max_running
         self.newest = NO_VERSION  # the newest version announced
         self.groups = GroupPool(prompts, ledger, solved, on_expire=on_expire, clock=clock)
-        self.dropped = DropReport(budget.prompts_per_step)
+        self._dropped = deque[DroppedGroup](maxlen=budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
         self._ledger, self._clock, self._solved, self._order = ledger, clock, solved, prompts.order
@@ -183,10 +184,10 @@ class AdapterFeed:
         if finished.newest > min(self._resumed[ticket.trainers :], default=finished.newest):
             reason = ROLLED_BACK
         if reason:
-            self.dropped.add(live, reason, episode)
+            self._dropped.append(groups.dropped(live, reason, episode))
             self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
-            self.dropped.add(live, NO_VARIANCE, episode)
+            self._dropped.append(groups.dropped(live, NO_VARIANCE, episode))
             self._ledger.drop(live.seq, NO_VARIANCE)
             self._uniform_in_a_row += 1
         else:
@@ -211,7 +212,8 @@ class AdapterFeed:
         ticket.resampled += failure.resample
         if wait_s is None:
             self.groups.stop(ticket)
-            self.dropped.add(ticket, str(failure), episode or groups.unanswered(ticket, self.name, failure))
+            answers = episode or groups.unanswered(ticket, self.name, failure)
+            self._dropped.append(groups.dropped(ticket, str(failure), answers))
             self._ledger.drop(ticket.seq, failure.kind)
             self.failures.lost(failure, self.name, self.budget.prompts_per_step)
             return None
@@ -260,7 +262,7 @@ class AdapterFeed:
         solved = None if self._solved is None else self._solved.counts
         stages = () if self._order is None else self._order.starts
         snapshot = take_snapshot(self._ledger, step + 1, solved, stages)
-        return Lease(step=step, finished=tuple(chosen), snapshot=snapshot)
+        return Lease(finished=tuple(chosen), snapshot=snapshot)
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""
@@ -273,7 +275,7 @@ class AdapterFeed:
         for finished in list(self.groups.ready.values()):
             if reason := self.budget.refusal(finished.oldest, finished.newest, version):
                 del self.groups.ready[finished.ticket.seq]
-                self.dropped.add(finished.ticket, reason, finished.episode)
+                self._dropped.append(groups.dropped(finished.ticket, reason, finished.episode))
                 self.groups.reissue(finished.ticket, reason)
         for ticket in list(self.groups.running.values()):
             held = ticket.version
@@ -282,6 +284,12 @@ class AdapterFeed:
                 self.groups.reissue(ticket, reason)
 
     # ------------------------------------------------------------ reporting
+
+    def take_dropped(self) -> tuple[DroppedGroup, ...]:
+        """Groups that were dropped since the last call, at most a step's worth."""
+        taken = tuple(self._dropped)
+        self._dropped.clear()
+        return taken
 
     @property
     def note(self) -> str:
@@ -295,7 +303,6 @@ class AdapterFeed:
         return faults_text(ledger.head.counters.retried, ledger.drop_reasons, self.failures.details)
 
     def stats(self) -> Stats:
-        """Counts of the ledger and of the groups held now."""
         ledger, groups, pacing = self._ledger, self.groups, self.pacer
         counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
         idle_s = 0.0 if groups.idle_since_s is None else self._clock() - groups.idle_since_s

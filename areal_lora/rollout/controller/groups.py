@@ -8,7 +8,6 @@ since the last flush may be lost in a crash. Their prompts are issued again unde
 import bisect
 import json
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -86,7 +85,6 @@ class ScoredGroup:
 class Lease:
     """The groups of one step, handed to the trainer and not yet committed."""
 
-    step: int
     finished: tuple[ScoredGroup, ...]
     snapshot: bytes
 
@@ -96,7 +94,6 @@ class Lease:
 
 
 def group_text(ticket: Ticket, episode: Episode) -> GroupText:
-    """What people read of the group."""
     messages = ticket.prompt.sample.messages
     return GroupText(
         prompt=ticket.prompt.text,
@@ -186,26 +183,12 @@ class FailureStreak:
         raise RolloutError(f"{text} (fix: see the {logs})")
 
 
-class DropReport:
-    """The last ``limit`` groups that were dropped since the previous ``take``."""
-
-    def __init__(self, limit: int) -> None:
-        self._groups = deque[DroppedGroup](maxlen=limit)
-
-    def add(self, ticket: Ticket, reason: str, episode: Episode) -> None:
-        self._groups.append(DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode)))
-
-    def take(self) -> tuple[DroppedGroup, ...]:
-        taken = tuple(self._groups)
-        self._groups.clear()
-        return taken
+def dropped(ticket: Ticket, reason: str, episode: Episode) -> DroppedGroup:
+    return DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode))
 
 
 class GroupPool:
-    """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step.
-
-    ``on_expire(ticket)`` is called for a running group whose answer is not needed any more.
-    """
+    """Groups by state: ``waiting`` (oldest issue first), ``running`` and ``ready`` by seq, ``leases`` by step."""
 
     def __init__(
         self,
@@ -302,7 +285,6 @@ class GroupPool:
             self.idle_since_s = self._clock()
 
     def expire(self, ticket: Ticket) -> None:
-        """Stop ``ticket`` and abandon its request."""
         self.stop(ticket)
         self.on_expire(ticket)
 

@@ -81,14 +81,10 @@ class StalenessBudget:
 
 Pacing: TypeAlias = Literal["fresh", "full"]
 
-WINDOW = 5
-"""Requests whose largest shortfall is covered."""
-DECAY = 0.95
-"""Of the margin, at a step without a wait."""
-SMALLEST, LARGEST = 0.02, 0.25
-"""Of the margin, in steps of the trainer."""
-NEGLIGIBLE = 0.005
-"""A wait of this part of a step is none."""
+WINDOW = 5  # requests whose largest shortfall is covered
+DECAY = 0.95  # of the margin, at a step without a wait
+SMALLEST, LARGEST = 0.02, 0.25  # of the margin, in steps of the trainer
+NEGLIGIBLE = 0.005  # a wait of this part of a step is none
 
 
 class Pacer:
@@ -150,7 +146,6 @@ class Pacer:
         self._shortfalls.append(max(min(shortfall, self._most), min(0, self._most)))
 
     def taken(self) -> None:
-        """The batch is handed over."""
         now = self._clock()
         if self._requested_s is not None:
             if self.spare_s is None:
@@ -167,8 +162,7 @@ class Pacer:
         self._taken_s = self._requested_s = self._step_s = None
 
 
-RECENT = 16
-"""Answered groups whose mean is the estimate."""
+RECENT = 16  # answered groups whose mean is the estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +203,6 @@ class Starts(Protocol):
 
     def start_one(self) -> bool:
         """Start a group; False where pacing or the staleness budget allow none."""
-        ...
 
 
 class Admission(FairQueue):
@@ -224,7 +217,6 @@ class Admission(FairQueue):
         self._accounts = {name: Account(claims[name], adapter) for name, adapter in adapters.items()}
 
     def add(self, name: str, claim: Claim, adapter: Starts) -> None:
-        """An adapter joins."""
         self._settle()
         self.join(name, claim.weight)
         self._accounts[name] = Account(claim, adapter)

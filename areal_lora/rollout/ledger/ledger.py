@@ -45,7 +45,6 @@ CREATE TABLE groups (
     resampled INTEGER NOT NULL DEFAULT 0,   -- tries after which another seed is used
     version INTEGER NOT NULL DEFAULT -1,    -- requested; once done, of the oldest token
     newest INTEGER NOT NULL DEFAULT -1,     -- once done, version of the newest token
-    server TEXT NOT NULL DEFAULT '',        -- not used
     deadline_s REAL NOT NULL DEFAULT 0,     -- of the running request, on this boot's monotonic clock
     step INTEGER NOT NULL DEFAULT -1,       -- leased or consumed at; dropped before
     reason TEXT NOT NULL DEFAULT '',

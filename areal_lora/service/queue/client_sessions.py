@@ -14,8 +14,7 @@ from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, P
 from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, load
 from areal_lora.types import AdapterPhase
 
-MAX_SESSIONS, MAX_SAMPLERS = 256, 4096
-"""Of a tenant, at a time."""
+MAX_SESSIONS, MAX_SAMPLERS = 256, 4096  # of a tenant, at a time
 UNFETCHED_S = 86400.0
 
 
@@ -95,10 +94,7 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
 
 
 def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
-    """Under which name servers have what the sampling session samples; the state if that needs an adapter of its own.
-
-    The name is empty for the base. ``missing``: no server has this name any more.
-    """
+    """As `RequestQueue.serve`; the state if that needs an adapter of its own."""
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)

@@ -16,8 +16,7 @@ from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Pass, Poison, What, ends_window
 from areal_lora.service.queue.queue_rows import Quota
 
-GAP_S = 360.0
-"""Clients repeat a request for up to five minutes."""
+GAP_S = 360.0  # clients repeat a request for up to five minutes
 
 
 class OpKind(StrEnum):

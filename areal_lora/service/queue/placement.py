@@ -38,8 +38,7 @@ log = get_logger(__name__)
 OWN_IDLE_S = 10.0
 OTHERS_IDLE_S = 60.0
 """A tenant's snapshot leaves for another tenant's adapter only after that long without use."""
-SILENT_S = 3600.0
-"""A session without a heartbeat for that long ends."""
+SILENT_S = 3600.0  # a session without a heartbeat for that long ends
 DEAD_S = 45.0
 """It ends after that long if another client waits for its places: the SDK sends a heartbeat every 10 s."""
 MAX_NAMES = 8
@@ -253,8 +252,7 @@ class Placement:
 
 
 READ_BYTES = 4 << 20
-PAGE = 1000
-"""Most records of one answer."""
+PAGE = 1000  # most records of one answer
 
 
 class _Head(msgspec.Struct, frozen=True):

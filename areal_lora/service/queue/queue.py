@@ -26,7 +26,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
-from areal_lora.service.queue.queue_rows import AdapterRow, Quota, SavedState, model_id
+from areal_lora.service.queue.queue_rows import Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
 from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
@@ -38,8 +38,7 @@ EVERY_S = 1.0
 LAPSE_S = 10.0
 """A longer time between two rounds of `keep`: the machine slept, or the process was stopped."""
 SHARED_S = 0.25
-FAILED_S = 10.0
-"""An adapter that has failed may still have outcomes on their way."""
+FAILED_S = 10.0  # an adapter that has failed may still have outcomes on their way
 T = TypeVar("T")
 Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
 """Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises RequestError."""
@@ -109,7 +108,6 @@ class RequestQueue:
             await self.change(lambda tx: tx.session(tenant, session))
 
     async def end_session(self, tenant: str, session: str) -> None:
-        """Its models leave; saved states stay."""
         await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
         await self.placement.let_leave()
 
@@ -131,10 +129,9 @@ class RequestQueue:
             return request
         name, quota = f"{session}-{model_seq}", self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
-
-        def also(tx: Transaction, row: AdapterRow) -> None:
-            client_sessions.insert_model(tx, row, session, model_seq, mark, action, lora)
-
+        also = partial(
+            client_sessions.insert_model, session=session, model_seq=model_seq, mark=mark, action=action, lora=lora
+        )
         async with self.placement.lock:
             await self.placement.make_room(tenant)
             change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
@@ -148,12 +145,7 @@ class RequestQueue:
         return request
 
     async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
-        """Take a request of ``model``; returns its id.
-
-        Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
-        and fingerprint ``mark`` is the same request; another one is refused. A number that never arrives is passed
-        over after `ordering.GAP_S`, and the window that it would have been in fails.
-        """
+        """Take a request of ``model``, or find it taken by its fingerprint ``mark``; returns its id (`ordering`)."""
         self._heartbeats.received(model.partition(":")[0], tenant)  # as good as a heartbeat
         return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, mark, action))
 
@@ -214,19 +206,15 @@ class RequestQueue:
             self.placement.used_s[path] = self._now_s()
         if not isinstance(found, SavedState):
             return found
-        state = found
         loading = Pending(reason="the weights are loaded again", capacity=True)
         async with self.placement.lock:
-            if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", state.path)):
+            if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", found.path)):
                 return loading
             if not fits(await self.placement.make_room(tenant)):
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
-            adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
-
-            def also(tx: Transaction, row: AdapterRow) -> None:
-                client_sessions.insert_snapshot(tx, row, state)
-
+            adapter = await asyncio.to_thread(self._accept, name, tenant, found.lora, quota)
+            also = partial(client_sessions.insert_snapshot, state=found)
             await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
         return loading
 
@@ -295,7 +283,6 @@ class Outbox:
         self._wake.set()
 
     async def receive(self) -> None:
-        """Take messages in their order."""
         while True:
             match await self._incoming.get():
                 case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
@@ -314,7 +301,6 @@ class Outbox:
                         self.moved(adapter)
 
     async def pump(self) -> None:
-        """Send what is due."""
         while True:
             await self._wake.wait()
             self._wake.clear()

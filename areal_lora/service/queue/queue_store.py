@@ -56,9 +56,8 @@ class Table(Generic[R]):
             for row in found
         ]
 
-    def insert(self, db: sqlite3.Connection, row: R, conflict: str = "") -> int:
-        """The rowid."""
-        return _insert(db, self._name, {name: _stored(getattr(row, name)) for name in self._columns}, conflict)
+    def insert(self, db: sqlite3.Connection, row: R, conflict: str = "") -> None:
+        _insert(db, self._name, {name: _stored(getattr(row, name)) for name in self._columns}, conflict)
 
     def _read(self, name: str, value: Any) -> Any:
         if name in self._decode:
@@ -68,6 +67,7 @@ class Table(Generic[R]):
 
 
 def _insert(db: sqlite3.Connection, table: str, values: Mapping[str, object], conflict: str = "") -> int:
+    """The rowid."""
     marks = ", ".join("?" * len(values))
     cursor = db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) {conflict}", [*values.values()])
     return int(cursor.lastrowid or 0)
@@ -117,9 +117,8 @@ class Transaction:
     def count(self, sql: str, *values: object) -> int:
         return int(self.db.execute(f"SELECT COUNT(*) FROM {sql}", values).fetchone()[0])
 
-    def insert(self, table: str, **values: object) -> int:
-        """The rowid."""
-        return _insert(self.db, table, values)
+    def insert(self, table: str, **values: object) -> None:
+        _insert(self.db, table, values)
 
     def session(self, tenant: str, session: str, *, ended: bool = False) -> queue_rows.ClientSession:
         """Raises RequestError for one that is not the tenant's, and for one that has ended unless ``ended``."""
@@ -208,7 +207,6 @@ class Store:
         return result
 
     def load(self) -> queue_rows.Tables:
-        """Everything that decisions need."""
         db = self._db
         with self._reading():
             quotas = db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")

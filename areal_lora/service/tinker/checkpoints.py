@@ -44,13 +44,9 @@ from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.sample_tasks import Base, of_attention
 
 EXTERNAL = "external_weights"
-KEYS = "age_encryption_recipients"
-"""Of the notes of a state whose files are to be encrypted."""
+KEYS = "age_encryption_recipients"  # of the notes of a state whose files are to be encrypted
 BETWEEN = "~"  # in no name of a state, and in no key
-CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
-"""In the notes of a model that is one of a download."""
-MAX_DOWNLOADS = 64
-"""Downloads of a tenant that are remembered."""
+MAX_DOWNLOADS = 64  # downloads of a tenant that are remembered
 
 
 class Exports:

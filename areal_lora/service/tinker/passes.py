@@ -19,10 +19,8 @@ from google.protobuf.message import DecodeError
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Datum, Loss, LossSettings, Pass, PassResult
 
-STOP, LENGTH = 0, 1
-"""Reasons why a sequence ended."""
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
-"""Types of a tensor's elements."""
+STOP, LENGTH = 0, 1  # reasons why a sequence ended
+FLOAT32, INT64, INT32 = 1, 2, 3  # types of a tensor's elements
 
 _PACKAGE = "areal_lora.tinker"
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -86,8 +84,7 @@ ForwardBackwardOutput: Any = _made["ForwardBackwardOutput"]
 SampleResponse: Any = _made["SampleResponse"]
 
 
-MAX_ELEMENTS = 1 << 24
-"""Of one tensor when it is dense: a sparse one may claim any shape."""
+MAX_ELEMENTS = 1 << 24  # of one tensor when it is dense: a sparse one may claim any shape
 _ELEMENTS = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 Array = npt.NDArray[Any]
 

@@ -28,22 +28,11 @@ from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.tinker import sdk_bodies
-from areal_lora.service.tinker.checkpoints import (
-    BETWEEN,
-    CREATORS,
-    KEYS,
-    STATE,
-    Archives,
-    Checkpoints,
-    Exports,
-    keys_of,
-)
+from areal_lora.service.tinker.checkpoints import BETWEEN, KEYS, STATE, Archives, Checkpoints, Exports, keys_of
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
-from areal_lora.service.tinker.sdk_bodies import retrieved
 
-WAIT_S = 20.0
-"""The SDK waits 45 s for an answer, and repeats the request after ``try_again``."""
+WAIT_S = 20.0  # the SDK waits 45 s for an answer, and repeats the request after ``try_again``
 FLAGS: dict[str, Any] = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
@@ -60,11 +49,10 @@ FLAGS: dict[str, Any] = {
 }
 """With them every SDK version sends passes, also forward ones, in one form, and makes a model from a state at once."""
 DYNAMIC: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}  # of models that are of a download
 
 
 class Routes:
-    """Sessions, models and their operations."""
-
     def __init__(self, queue: RequestQueue, base: Base, sampling: Sampling) -> None:
         self._queue, self._base, self._sampling, self._exports = queue, base, sampling, Exports()
 
@@ -176,8 +164,8 @@ class Routes:
         if (sample := await self._sampling.retrieve(request, caller, name, WAIT_S)) is not None:
             return sample
         if (exported := self._exports.answer(caller.tenant, name)) is not None:
-            return retrieved(exported, name)
-        return retrieved(await self._queue.outcome(caller.tenant, name, WAIT_S), name)
+            return sdk_bodies.retrieved(exported, name)
+        return sdk_bodies.retrieved(await self._queue.outcome(caller.tenant, name, WAIT_S), name)
 
     async def _submit(
         self, action: Callable[[Any], requests.ModelAction], caller: http.Caller, body: sdk_bodies.OfSequence, mark: str
@@ -292,7 +280,6 @@ class Sdk:
         await self._sampling.close()
 
     def routes(self, guard: http.Guard) -> list[Route]:
-        """All routes of the SDK, to be served beside the API's own."""
         refused = [
             guard(method, path, partial(_refuse, name, reason, fix))
             for name, methods, path, reason, fix in _CALLS

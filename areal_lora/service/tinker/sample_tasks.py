@@ -29,8 +29,7 @@ from areal_lora.service.tinker import sdk_bodies
 
 log = get_logger(__name__)
 
-ALPHA = 32.0
-"""Of every model: the SDK names none."""
+ALPHA = 32.0  # of every model: the SDK names none
 NO_OUTPUT_LAYER = "train_unembed is ignored: this service trains attention and MLP, not the output layer"
 
 

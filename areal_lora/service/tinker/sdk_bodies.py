@@ -12,7 +12,6 @@ from areal_lora.operations.protocol import OperationFailure, PassResult, StepRes
 from areal_lora.service.http import Answered
 from areal_lora.service.queue import requests
 from areal_lora.service.tinker import passes
-from areal_lora.service.tinker.passes import scored_body
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded: messages and SQLite hold integers of 64 bits."""
@@ -148,7 +147,7 @@ def retrieved(answer: requests.Answer | requests.Pending, request: str) -> Answe
     """A passing state and a failure are answers as well: an HTTP error would mean that retrieving has failed."""
     match answer:
         case PassResult():
-            return Response(scored_body(answer), media_type=PROTOBUF)
+            return Response(passes.scored_body(answer), media_type=PROTOBUF)
         case StepResult(step=step, grad_norm=grad_norm, skipped=skipped):
             figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
             return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}

@@ -46,19 +46,8 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 
 
 _NETWORK = "a reward has no network (fix: set reward.network=true)"
 _PROCESSES = "a reward may not start or touch other processes (fix: set reward.allow_subprocess=true)"
-_FORBIDDEN = {
-    "socket.__new__": _NETWORK,
-    "socket.connect": _NETWORK,
-    "socket.bind": _NETWORK,
-    "socket.getaddrinfo": _NETWORK,
-    "socket.gethostbyname": _NETWORK,
-    "os.fork": _PROCESSES,
-    "os.forkpty": _PROCESSES,
-    "os.posix_spawn": _PROCESSES,
-    "os.exec": _PROCESSES,
-    "os.system": _PROCESSES,
-    "subprocess.Popen": _PROCESSES,
-}
+_SOCKETS = ("socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname")
+_STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "subprocess.Popen")
 
 
 class Doors(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +108,8 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
 
 def forbid_in_python(*, network: bool = False, processes: bool = False) -> None:
     """Add an audit hook that refuses sockets and processes with a clear message. A hook cannot be removed."""
-    allowed = {_NETWORK: network, _PROCESSES: processes}
-    forbidden = {event: why for event, why in _FORBIDDEN.items() if not allowed[why]}
+    forbidden = {} if network else dict.fromkeys(_SOCKETS, _NETWORK)
+    forbidden |= {} if processes else dict.fromkeys(_STARTS, _PROCESSES)
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in forbidden and not (event == "socket.__new__" and arguments[1:2] == (1,)):
@@ -239,8 +228,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
 
 
 PROBE_S = 10.0
-PARENT_PID = 1
-"""Parent of the boxed process, as it sees it."""
+PARENT_PID = 1  # parent of the boxed process, as it sees it
 
 
 def boxed(argv: Sequence[str], *, network: bool, hidden: str | None, scratch: str | None) -> list[str] | None:

@@ -93,16 +93,7 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     try:
         meter = Meter()
         async with queue, Gateway(folder) as gateway, Sdk(config, folder, queue, gateway, meter) as sdk:
-            api = Api(
-                config=config,
-                run_folder=folder,
-                writer=writer,
-                observed=observed,
-                acceptance=acceptance,
-                gateway=gateway,
-                meter=meter,
-                sdk=sdk,
-            )
+            api = Api(config, folder, writer, observed, acceptance, gateway, meter, sdk)
             transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
                 yield Running(folder, api, writer, observed, queue, http, keys)

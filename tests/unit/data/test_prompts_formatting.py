@@ -47,13 +47,13 @@ def test_a_chat_prompt_has_the_tokens_of_the_chat_template(chatty: Any) -> None:
     ]
     want = chatty.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False, **kwargs)
     assert formatter.token_ids(asked(*turns)) == want
-    assert formatter.text(asked(*turns)).endswith("<think></think>\n")
+    assert formatter.prompt(asked(*turns), "", 0).text.endswith("<think></think>\n")
 
 
 def test_a_prefill_is_part_of_the_prompt(chatty: Any) -> None:
     formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="Answer:"))
-    assert formatter.text(asked()).endswith("<|im_start|>assistant\nAnswer:")
-    assert chatty.decode(formatter.token_ids(asked())) == formatter.text(asked())
+    assert formatter.prompt(asked(), "", 0).text.endswith("<|im_start|>assistant\nAnswer:")
+    assert chatty.decode(formatter.token_ids(asked())) == formatter.prompt(asked(), "", 0).text
 
 
 def test_a_given_answer_ends_as_the_model_has_to_end_it(chatty: Any) -> None:
@@ -95,5 +95,5 @@ def test_chat_needs_a_chat_template_and_messages_that_it_takes(chatty: Any, tmp_
         Formatter(tokenizer=chatty, how=PromptFormat(kind="chat"))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(ConfigError, match=r"refuses these messages: .*no system") as caught:
-        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).text(asked())
+        Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).token_ids(asked())
     assert "\n" not in str(caught.value)

@@ -463,7 +463,7 @@ def test_groups_that_were_dropped_are_reported_once_with_reason_and_answers() ->
     for _ in range(2):
         wait_s = made.retry(unscored, fault)
         assert wait_s is None, "dropped before"
-    first, second, third = made.dropped.take()
+    first, second, third = made.take_dropped()
     assert [each.reason for each in (first, second, third)] == [
         "no_variance",
         "rejected: HTTP 400",
@@ -478,11 +478,11 @@ def test_groups_that_were_dropped_are_reported_once_with_reason_and_answers() ->
     assert (prompt.token_ids, prompt.loss_mask) == (failed.prompt.token_ids, [0] * len(failed.prompt.token_ids))
     assert prompt.outcome is not Outcome.OK
     assert len(third.group.trajectories) == 2
-    assert made.dropped.take() == ()
+    assert made.take_dropped() == ()
     again = admit_all(made)
     for ticket in again * 2:
         made.finish(ticket, episode(ticket.prompt, 0))
-    assert len(made.dropped.take()) == 3, "at most a step's worth, the last ones"
+    assert len(made.take_dropped()) == 3, "at most a step's worth, the last ones"
 
 
 def test_a_ready_group_that_became_too_old_is_reported() -> None:
@@ -495,5 +495,5 @@ def test_a_ready_group_that_became_too_old_is_reported() -> None:
     made.announce(1)
     [ticket] = admit_all(made)
     made.finish(ticket, episode(ticket.prompt, 0))  # the server says it used an older version
-    [lost] = made.dropped.take()
+    [lost] = made.take_dropped()
     assert (lost.reason, lost.group.uid) == ("stale", ticket.prompt.uid)

@@ -72,7 +72,7 @@ def test_one_row_of_many_is_drawn_at_once() -> None:
 
 def played(path: Path, steps: int, stop: int | None, lose: bool = False, eta: int = 0) -> list[list[str]]:
     """Levels of each step's uids; before ``stop`` another process continues, ``lose``: without the ledger's file."""
-    rows, taken, lease = leveled(30, 12), list[list[str]](), Lease(step=-1, finished=(), snapshot=b"")
+    rows, taken, lease = leveled(30, 12), list[list[str]](), Lease(finished=(), snapshot=b"")
     file = LedgerFile(path / "first.sqlite", "r")
     curriculum, prompts = made(EASY_THEN_MIXED, rows)
     feed_, _, _ = feed(eta=eta, b=3, prompts=prompts, file=file, curriculum=curriculum)

@@ -69,7 +69,7 @@ def test_the_last_groups_counts_are_kept_where_it_states_what_is_correct(caplog:
 
 def played(path: Path, steps: int, stop: int | None, lose: bool = False) -> list[list[str]]:
     """Uids of each step's groups; before step ``stop`` another process goes on, ``lose``: without the ledger's file."""
-    prompts, taken, lease = stream(N), list[list[str]](), Lease(step=-1, finished=(), snapshot=b"")
+    prompts, taken, lease = stream(N), list[list[str]](), Lease(finished=(), snapshot=b"")
     file = LedgerFile(path / "first.sqlite", "r")
     made, _, _ = feed(eta=0, b=3, prompts=prompts, file=file, by_difficulty=True)
     for step in range(steps):
