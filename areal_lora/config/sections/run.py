@@ -112,8 +112,8 @@ class BehaviourConfig(Section):
     """How the trainer's passes follow the policy that sampled."""
 
     router_replay: Annotated[Literal["off", "rollout", "old"], BeforeValidator(_off)] = "off"
-    """Experts of each token. `rollout`: the trainer's passes use those of servers, `old`: its updates those of the
-    proximal pass, which a step with several `minibatches` has."""
+    """`rollout`: all passes use servers' experts; `old`: updates use those of the proximal pass (several
+    `minibatches`)."""
 
 
 class RemoteConfig(Section):
