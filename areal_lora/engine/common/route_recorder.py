@@ -60,8 +60,8 @@ class RouteRecorder:
         """
         self._plans = list(plans)
         for packed in batches:
-            yield packed
             self._waiting.append(packed)
+            yield packed
             if len(self._waiting) >= self._layout.pp:
                 self._collect(self._waiting.popleft())
 

@@ -71,8 +71,9 @@ def record(layouts: list[ParallelLayout], shape: ModelShape, batch: TrainBatch, 
             pack(staged, plan, dp_rank, torch.device("cpu"), context) for plan in plans
         )
         arrived.clear()
-        for packed in recorder.watch(batches, plans):
-            waiting.append(packed)
+        watched = recorder.watch(batches, plans)
+        for _ in plans:  # a schedule that knows how many there are
+            waiting.append(next(watched))
             if len(waiting) == layout.pp:
                 compute(waiting.pop(0), layout, layers, shape)
         for packed in waiting:
