@@ -282,8 +282,8 @@ class TrainBatch:
     see `TrajectoryGroup`, NaN where there is none; ``components[i]``: the reward's C named parts. ``values[t]`` is a
     critic's value of the state before token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's
     weight in the loss. [H]: of sequences ``held``. ``routes[t]``: experts that the server chose, of L layers with
-    experts; -1: own choice. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
-    ``log_mass``: see `TokenColumns`.
+    experts; -1: own choice; ``old_routes[t]``: what the proximal pass chose. ``kept[t]``: ids over which
+    log-probabilities of token t are normalised; -1 alone: all. ``log_mass``: see `TokenColumns`.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -308,6 +308,7 @@ class TrainBatch:
     returns: torch.Tensor | None = None  # [T] fp32
     weights: torch.Tensor | None = None  # [T] fp32
     routes: torch.Tensor | None = None  # [H, L, K] int16
+    old_routes: torch.Tensor | None = None  # [H, L, K] int16
     kept: torch.Tensor | None = None  # [H, most] int32
     log_mass: torch.Tensor | None = None  # [H] fp32
 

@@ -21,9 +21,9 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.base import LossFn
-from areal_lora.engine.common.adapter_engine import Compute
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
+from areal_lora.engine.common.compute import Compute
 from areal_lora.engine.common.micro_batches import BatchJudge, Result
 from areal_lora.engine.layers.active import ActiveAdapters
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack

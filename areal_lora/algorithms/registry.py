@@ -238,7 +238,7 @@ def build_algorithm(
         advantage=advantage,
         shaping=shaping,
         terms=terms,
-        needs_prox=minibatches > 1 and not in_ratio,
+        needs_prox=config.needs_prox(minibatches),
         needs_ref=config.kl_coef > 0,
         needs_entropy=config.entropy_coef > 0,
         kl_target=config.kl_target,

@@ -28,7 +28,7 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
 PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines", "components")
-OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "kept", "log_mass")
+OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
 """Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""

@@ -49,7 +49,7 @@ class ContextFields(msgspec.Struct, frozen=True, kw_only=True):
             format=adapter.task.format.model_dump(mode="json"),
             sampling=adapter.sampling.model_dump(mode="json"),
             max_model_len=config.rollout.max_model_len,
-            streams=config.behaviour.router_replay == "off",
+            streams=config.behaviour.router_replay != "rollout",
         )
 
 

@@ -142,7 +142,7 @@ class SharedResources:
             sampling=sampling,
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
-            streams=self.config.behaviour.router_replay == "off",
+            streams=self.config.behaviour.router_replay != "rollout",
         )
         evaluator = build_evaluator(
             self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder, workers

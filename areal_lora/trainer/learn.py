@@ -91,15 +91,20 @@ def measures_causes(version: int) -> bool:
     return version % CAUSES_STEPS == 3
 
 
-def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
+def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, record: bool = False) -> TrainBatch:
     """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities and values [T].
+
+    ``record``: a proximal pass that it needs also adds its routes, for the policy's update passes alone.
 
     The reference is the base model with the adapter off, or a frozen version (contract C11). A teacher has scored its
     batches before; one of given answers alone, which have no divergence, has the base's. Collective over all ranks.
     """
-    temperature = adapter.config.sampling.temperature
+    temperature, n, old_routes = adapter.config.sampling.temperature, adapter.config.minibatches, None
     # With dropout the training pass is no score of the policy: what is compared with the record needs one.
-    if adapter.algorithm.needs_prox or adapter.config.dropout:
+    if adapter.algorithm.needs_prox and record:
+        prox, old_routes = engine.recorded(batch, n, adapter=adapter.name, temperature=temperature)
+        batch = replace(batch, prox_logprobs=prox)
+    elif adapter.algorithm.needs_prox or adapter.config.dropout:
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
     if adapter.algorithm.needs_ref and batch.ref_logprobs is None:
         reference = reference_of(adapter)
@@ -107,7 +112,7 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch) -> Trai
     if critic := critic_of(adapter):
         batch = replace(batch, values=engine.values(batch, adapter=critic.name))
     credit = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch)
-    return replace(batch, advantages=credit.advantages, returns=credit.returns)
+    return replace(batch, advantages=credit.advantages, returns=credit.returns, old_routes=old_routes)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -130,11 +135,12 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * factor
 
 
-def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False) -> LossFn:
+def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False, served_routes: bool = False) -> LossFn:
     """Build the adapter's objective for the engine. ``version`` is the version in training.
 
     ``kept_caches``: servers keep KV caches of older versions. The objective takes the record of a token after a change
     as the policy that sampled it, which no version is; the trainer's log-probabilities are of one version throughout.
+    ``served_routes``: those of the batch are the servers'.
     """
     algorithm, reduction = adapter.algorithm, adapter.config.algorithm.reduction
 
@@ -158,21 +164,26 @@ def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False) -> L
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
         scored = before if adapter.config.dropout else current
-        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches), **votes})
+        return LossSums(
+            loss=sums.loss,
+            stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches, served_routes), **votes},
+        )
 
     return loss
 
 
-def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool) -> dict[str, Tensor]:
+def _mismatch(
+    micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool, served_routes: bool
+) -> dict[str, Tensor]:
     """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
 
-    Along routes an answer's tokens of older versions have those of theirs, and the server's caches newer ones.
+    Along servers' routes an answer's tokens of older versions have those of theirs, and the server's caches newer ones.
     """
     gap = (logprobs - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
     if kept_caches:
         fresh &= ~after_change(micro.versions, micro.loss_mask)
-    if micro.routes is not None:
+    if served_routes:
         older = token_counts(micro.loss_mask & ~fresh, micro.cu_seqlens) > 0
         fresh &= ~spread(older, micro.cu_seqlens, len(gap))
     stale = micro.loss_mask & ~fresh
@@ -208,7 +219,10 @@ def learn(
             differ from those of the same policy by more than rounding (contract C10). No optimizer step uses a
             minibatch with a fault, and one whose sums are not finite is skipped.
     """
-    loss_fn = make_loss(adapter, version, kept_caches=kept_caches)
+    loss_fn = make_loss(adapter, version, kept_caches=kept_caches, served_routes=batch.routes is not None)
+    replays_old = batch.old_routes is not None
+    updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
+    batch = replace(batch, old_routes=None)
     totals: Counter[str] = Counter()
     skipped: list[float] = []
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
@@ -217,7 +231,7 @@ def learn(
     if need_entropy or (before is None and adapter.config.minibatches == 1):
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
     start = 0
-    for index, minibatch in enumerate(split_minibatches(batch, adapter.config.minibatches)):
+    for index, minibatch in enumerate(split_minibatches(updates, adapter.config.minibatches)):
         sums = engine.forward_backward(
             minibatch,
             loss_fn,
@@ -244,7 +258,8 @@ def learn(
         finite = all(map(math.isfinite, sums.values()))
         stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
         skipped.append(stats["skipped"])
-        totals.update(improve(engine, adapter, minibatch, lr))
+        # The values before the step are along the critic's own routes.
+        totals.update(improve(engine, adapter, replace(minibatch, routes=None) if replays_old else minibatch, lr))
     renew(engine, adapter, version + 1)
     least = EVIDENCE * ALIGNMENT_LIMITS[base_dtype] if served_as is None else 0.0
     differs = totals["behaviour_abs"] > least * totals["sampled_tokens"]

@@ -120,7 +120,8 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         base, temperature = measures_causes(state.version), adapter.config.sampling.temperature
         trainer.rank_0.auditor.start(state.ref, batch, temperature, base=base)
     with spans.span("annotate"):
-        batch = annotate(trainer.engine, adapter, batch)
+        record = trainer.config.behaviour.router_replay == "old"
+        batch = annotate(trainer.engine, adapter, batch, record=record)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
         keep_pace(trainer, state)

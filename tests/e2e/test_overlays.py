@@ -107,6 +107,23 @@ def test_every_algorithm_has_an_overlay() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} >= set(get_args(Kind)) - {"grpo"}
 
 
+def test_updates_along_the_trainers_own_routes(tmp_path: Path) -> None:
+    """Of any servers: these return no routes."""
+    folder = run(
+        tmp_path,
+        *configs("gspo"),
+        "behaviour.router_replay=old",
+        "run.steps=3",
+        "eval.every_steps=0",
+        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.task.n_eval=16",
+    )
+    metrics = [record["metrics"] for record in records(folder) if record["kind"] == "step"]
+    assert len(metrics) == 3
+    assert sum(step["train/log_ratio_abs"] for step in metrics) > 0, "later minibatches are of a policy that has moved"
+    assert all("train/replayed" not in step for step in metrics)
+
+
 CASES = [
     ("fsdp", "float32"),
     ("fsdp", "bfloat16"),

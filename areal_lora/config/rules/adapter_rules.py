@@ -115,13 +115,20 @@ def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | 
 
 
 def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
-    key, shape = "behaviour.router_replay", shape_of(facts)
-    if config.behaviour.router_replay == "off":
+    key, shape, chosen = "behaviour.router_replay", shape_of(facts), config.behaviour.router_replay
+    if chosen == "off":
         return
     if shape is not None and not shape.experts:
         yield Finding(key, "the model is dense: it has no router", "set it to off")
     if config.adapters and all(adapter.sft.steps >= config.run.steps for adapter in config.adapters):
-        yield Finding(key, "every step trains on given answers, which no server has sampled", "set it to off")
+        yield Finding(
+            key, "every step trains on given answers: no server sampled them, no ratio moves", "set it to off"
+        )
+    if chosen == "old":
+        if config.adapters and not any(each.algorithm.needs_prox(each.minibatches) for each in config.adapters):
+            reason = "no step has a proximal pass: that takes several minibatches and no behaviour_correction=in_ratio"
+            yield Finding(key, reason, "raise adapters[].minibatches, or set it to off")
+        return
     on_cpu = config.cluster.device == "cpu"
     if config.rollout.deterministic and not on_cpu:
         reason = "rollout.deterministic switches vLLM's prefix cache off, beside which devices keep routes"

@@ -117,6 +117,10 @@ class AlgorithmConfig(Section):
     def has_critic(self) -> bool:
         return self.advantage == "gae"
 
+    def needs_prox(self, minibatches: int) -> bool:
+        """Whether a step of so many ``minibatches`` has a pass for the log-probabilities of the proximal policy."""
+        return minibatches > 1 and self.behaviour_correction != "in_ratio"
+
     @property
     def has_reference(self) -> bool:
         """Whether a version of the adapter is resident as the reference."""

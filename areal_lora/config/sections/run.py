@@ -111,8 +111,9 @@ class TrainerConfig(Section):
 class BehaviourConfig(Section):
     """How the trainer's passes follow the policy that sampled."""
 
-    router_replay: Annotated[Literal["off", "rollout"], BeforeValidator(_off)] = "off"
-    """`rollout`: the trainer's passes use the experts that servers used for each token."""
+    router_replay: Annotated[Literal["off", "rollout", "old"], BeforeValidator(_off)] = "off"
+    """`rollout`: all passes use servers' experts; `old`: updates use those of the proximal pass (several
+    `minibatches`)."""
 
 
 class RemoteConfig(Section):

@@ -14,9 +14,8 @@ Adapters have memory, optimizer and clock of their own (contract C1). A `Compute
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,15 +30,17 @@ from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory, micro_batches as micro
 from areal_lora.engine.common.adapter_memory import AdapterMemory
-from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, GradientClass, copy_state
+from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, copy_state
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
+from areal_lora.engine.common.compute import Compute
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.common.route_recorder import RouteRecorder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
-from areal_lora.engine.layers.active import ActiveAdapters, Dropout, step_seed
-from areal_lora.engine.layers.attention import PackedMicroBatch, pack
+from areal_lora.engine.layers.active import Dropout, step_seed
+from areal_lora.engine.layers.attention import pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.output import Readout
-from areal_lora.engine.layers.served_weights import ServedSite, served_weights
+from areal_lora.engine.layers.served_weights import served_weights
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.sites import PassSizes
 from areal_lora.families.targets import check_patterns, check_targets
@@ -48,34 +49,6 @@ from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
-
-
-class Compute(Protocol):
-    """The frozen base on this rank with the adapters attached to it. Every call but `detach` is collective."""
-
-    active: ActiveAdapters
-    groups: Mapping[Range, dist.ProcessGroup]
-    """The tensor-parallel groups of the split ranges."""
-
-    def attach(self, memory: AdapterMemory) -> Sequence[GradientClass]:
-        """Add the adapter in ``memory`` to the model's layers; its gradients accumulate in ``memory``.
-
-        Returns which ranks share them. Raises UnknownTensorError for a layer that the model lacks on this rank.
-        """
-
-    def detach(self, name: str) -> None:
-        """Forget an attached adapter (not collective)."""
-
-    def served_sites(self, merged: AdapterMemory | None) -> Iterator[ServedSite]:
-        """The linear layers that servers quantise, with the part of an attached adapter in each."""
-
-    def run(
-        self, batches: Iterator[PackedMicroBatch], plans: Sequence[MicroPlan], judge: micro.BatchJudge, *, train: bool
-    ) -> list[micro.Result]:
-        """Run every micro-batch; the results on the last pipeline stage, elsewhere nothing.
-
-        ``train``: the gradients of what ``judge`` returns are accumulated.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +172,19 @@ class AdapterEngine:
         with self._model.active.comparing():
             return self.logprobs(batch, adapter=adapter, temperature=temperature), self._model.active.flipped_share()
 
+    def recorded(
+        self, batch: TrainBatch, minibatches: int, *, adapter: str, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and the experts that its routers choose: [H, L, K] int16, the ``routes`` of later passes.
+
+        They are of the sequences of the rank's `parts` and the layers of its stage.
+        """
+        needed, _ = self.parts(batch, minibatches)
+        recorder = RouteRecorder(batch, needed, self._sharded, self._model.groups.get(Range.DENSE_SPLIT), self._context)
+        with self._model.active.recording():
+            each = replace(recorder.batch, adapters=(adapter,) * batch.n_sequences)
+            return self.logprobs_of_each(each, temperature, recorder=recorder), recorder.routes()
+
     def served(self, batch: TrainBatch, kind: ServedAs, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
         """As `logprobs` of the base by the weights of servers; ``adapter``: what they merged."""
         memory = self.resident(adapter).memory if adapter else None
@@ -214,13 +200,15 @@ class AdapterEngine:
             raise AdapterError(f"adapter {adapter!r} has no value head")
         return self.logprobs_of_each(replace(batch, adapters=(adapter,) * batch.n_sequences), whole=True)
 
-    def logprobs_of_each(self, batch: TrainBatch, temperature: float = 1.0, *, whole: bool = False) -> Tensor:
+    def logprobs_of_each(
+        self, batch: TrainBatch, temperature: float = 1.0, *, whole: bool = False, recorder: RouteRecorder | None = None
+    ) -> Tensor:
         """As `logprobs`, of each sequence by the adapter that it names; of several none may have a value head.
 
-        ``whole``: on every rank of all sequences.
+        ``whole``: on every rank of all sequences. ``recorder`` reads what routers choose.
         """
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
-            plans, results = self._run(batch, None, Readout(temperature))
+            plans, results = self._run(batch, None, Readout(temperature), recorder)
         return micro.gather_scores(batch, plans, results, self._sharded.layout, whole=whole)
 
     def forward_backward(
@@ -273,7 +261,11 @@ class AdapterEngine:
         return held, [self._sharded.layout.dp_rank(rank) for rank in range(self.world_size)]
 
     def _run(
-        self, batch: TrainBatch, losses: Mapping[str, LossFn] | None, readout: Readout
+        self,
+        batch: TrainBatch,
+        losses: Mapping[str, LossFn] | None,
+        readout: Readout,
+        recorder: RouteRecorder | None = None,
     ) -> tuple[list[MicroPlan], list[micro.Result]]:
         residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
         for name, resident in residents.items():
@@ -285,7 +277,8 @@ class AdapterEngine:
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         packed = (pack(own, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        return plans, self._model.run(packed, plans, micro.BatchJudge(readout, losses), train=train)
+        batches = recorder.watch(packed, plans) if recorder else packed
+        return plans, self._model.run(batches, plans, micro.BatchJudge(readout, losses), train=train)
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""

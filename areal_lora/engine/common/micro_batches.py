@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -59,11 +59,14 @@ def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:
             f"routes of {found} layers and experts a token, {low} to {high}: the model has {wanted} of {shape.experts} "
             "experts; serve the model that is trained"
         )
-    ends = (
-        [bisect_left(shape.sparse_layers, n) for n in (own.start, own.stop)] for own in model.layout.chunks_of(rank)
-    )
-    routes = [batch.routes[:, first:end] for first, end in ends]
+    routes = [batch.routes[:, first:end] for first, end in routed_layers(model, rank)]
     return replace(batch, routes=routes[0] if len(routes) == 1 else torch.cat(routes, 1))
+
+
+def routed_layers(model: ShardedModel, rank: int) -> list[tuple[int, int]]:
+    """First and end of each virtual stage of ``rank`` among the layers with experts."""
+    layers, chunks = model.shape.sparse_layers, model.layout.chunks_of(rank)
+    return [(bisect_left(layers, own.start), bisect_left(layers, own.stop)) for own in chunks]
 
 
 def flops_of(
@@ -83,12 +86,12 @@ def parts_of(batch: TrainBatch, minibatches: int, layout: ParallelLayout, token_
     """[dp, N] bool: the sequences that each data-parallel rank computes in passes over batch and minibatches."""
     parts = split_minibatches(batch, minibatches)
     held: np.ndarray = np.concatenate(
-        [_computed(plans_of(each, layout, token_budget), each, layout) for each in parts], axis=1
+        [computed_by(plans_of(each, layout, token_budget), each, layout) for each in parts], axis=1
     )
     return held if minibatches == 1 else held | parts_of(batch, 1, layout, token_budget)
 
 
-def _computed(plans: Sequence[MicroPlan], batch: TrainBatch, layout: ParallelLayout) -> np.ndarray:
+def computed_by(plans: Sequence[MicroPlan], batch: TrainBatch, layout: ParallelLayout) -> np.ndarray:
     """[dp, N] bool: the sequences that each data-parallel rank computes."""
     found = np.zeros((layout.dp, batch.n_sequences), np.bool_)
     for plan in plans:
@@ -156,23 +159,35 @@ def gather_scores(
     if wanted.all():
         dist.all_reduce(packed)
         return packed
-    ops, arriving = list[dist.P2POp](), list[tuple[np.ndarray, Tensor]]()
-    for source, computed in zip(reporting, _computed(plans, batch, layout), strict=True):
-        for target in range(layout.world):
-            sent = np.flatnonzero(computed & wanted[target])
-            if rank not in (source, target) or source == target or not len(sent):
-                continue
-            if rank == source:
-                ops.append(dist.P2POp(dist.isend, torch.cat([packed[at[i]] for i in sent]), target))
-            else:
-                arriving.append((sent, torch.empty(sum(at[i].stop - at[i].start for i in sent), *columns, device=HOST)))
-                ops.append(dist.P2POp(dist.irecv, arriving[-1][1], source))
+    transfers = [
+        (source, target, np.flatnonzero(computed & wanted[target]))
+        for source, computed in zip(reporting, computed_by(plans, batch, layout), strict=True)
+        for target in range(layout.world)
+    ]
+    exchange(packed, dict(enumerate(at)), transfers)
+    return packed
+
+
+def exchange(values: Tensor, at: Mapping[int, slice], transfers: Iterable[tuple[int, int, np.ndarray]]) -> None:
+    """Copy tokens ``at[i]`` of ``values`` [t, ...], on the host, for each transfer (source, target, sequences i).
+
+    Ranks hold them at places of their own. Collective over the ranks that ``transfers`` name.
+    """
+    rank, ops, arriving = dist.get_rank(), list[dist.P2POp](), list[tuple[np.ndarray, Tensor]]()
+    for source, target, sent in transfers:
+        if rank not in (source, target) or source == target or not len(sent):
+            continue
+        if rank == source:
+            ops.append(dist.P2POp(dist.isend, torch.cat([values[at[i]] for i in sent]), target))
+        else:
+            n = sum(at[i].stop - at[i].start for i in sent)
+            arriving.append((sent, values.new_empty(n, *values.shape[1:])))
+            ops.append(dist.P2POp(dist.irecv, arriving[-1][1], source))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
     for sent, room in arriving:
         for i, own in zip(sent, room.split([at[i].stop - at[i].start for i in sent]), strict=True):
-            packed[at[i]] = own
-    return packed
+            values[at[i]] = own
 
 
 def sum_over_ranks(sums: Mapping[str, Mapping[str, float]], reporting: Collection[int]) -> dict[str, dict[str, float]]:

@@ -147,7 +147,7 @@ class ActiveAdapters:
         self.tokens: PackedTokens | None = None
         """Those that are computed next; without them one adapter has all rows."""
         self.flips: Tensor | None = None
-        self.compares = False
+        self.compares = self.records = False
         self._use(used or {})
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
@@ -185,12 +185,30 @@ class ActiveAdapters:
         finally:
             self.compares = False
 
-    def compared(self, own: Tensor, routes: Tensor) -> bool:
-        """Whether routers choose. Then this adds to ``flips``, on the device: pairs (token, layer) whose ``routes``
-        [t, K] name other experts than the router's ``own`` [t, K], and all pairs with routes, since `using` started.
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Routers choose, and the routes of the tokens become what they choose. Not with gradients."""
+        self.records = True
+        try:
+            yield
+        finally:
+            self.records = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether routers choose where tokens have routes."""
+        return self.compares or self.records
+
+    def chosen(self, own: Tensor, routes: Tensor) -> bool:
+        """Whether routers choose. While recording, ``routes`` [t, K] become the router's ``own`` [t, K].
+
+        While comparing, this adds to ``flips``, on the device: pairs (token, layer) whose routes name other experts,
+        and all pairs with routes, since `using` started.
         """
+        if self.records:
+            routes.copy_(own)
         if not self.compares:
-            return False
+            return self.records
         known = routes[:, 0] >= 0
         same = (own[:, :, None] == routes[:, None]).any(2).all(1)
         counts = torch.stack([(known & ~same).sum(), known.sum()])

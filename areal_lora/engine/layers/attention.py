@@ -264,7 +264,8 @@ class PackedMicroBatch:
     Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micros``] is each
     token's prediction; p for the first token of a sequence, which has none. In a context-parallel group t and p are of
     this rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after
-    the other, each filled up to ``predictions``.
+    the other, each filled up to ``predictions``. ``rows`` [tokens of ``micros``], on the host, is each token's place in
+    the row, or in the parts of the group's ranks, one after the other.
     """
 
     micros: tuple[TrainBatch, ...]
@@ -277,6 +278,7 @@ class PackedMicroBatch:
     kept: Tensor | None  # [p, most] int32; None: predictions are over the whole vocabulary
     index: Tensor  # int64
     predictions: int
+    rows: Tensor  # int64
 
 
 def pack(
@@ -346,6 +348,7 @@ def pack(
         kept=None if kept is None else upload(torch.from_numpy(kept), device),
         index=upload(torch.from_numpy(number[where]), device),
         predictions=most,
+        rows=torch.from_numpy(where if context is None else context.places(plan.n_tokens)[where]),
     )
 
 
@@ -394,7 +397,7 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """All tensors that a loss reads; common starts, routes and kept ids are for `pack`, and stay on the host."""
-    host = "shared_starts", "routes", "kept"
+    host = "shared_starts", "routes", "old_routes", "kept"
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in host}
     return replace(
         batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""Router replay: a token goes to the experts that the server chose for it (Ma et al., arXiv 2510.11370).
+"""Router replay: a token goes to the experts that the server, or an earlier pass, chose for it (arXiv 2510.11370).
 
 Weights of the experts are what the model's own router makes of its scores for them (softmax before or after the choice,
 sums of 1, factors), so hidden states get the gradients of its formula. The base is frozen: no auxiliary loss is added,
@@ -24,7 +24,7 @@ def replay(scores: Tensor, own: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]
 class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
     """Replace what a router of transformers chooses of all ``n`` experts by ``routes`` [t, K].
 
-    That is the `topk` of K of scores [t, n]; others choose groups of experts. Nothing where ``active`` compares.
+    That is the `topk` of K of scores [t, n]; others choose groups of experts. Nothing where ``active`` chooses.
     """
 
     def __init__(self, active: ActiveAdapters, routes: Tensor, n: int) -> None:
@@ -36,7 +36,7 @@ class RouterReplay(TorchFunctionMode):  # type: ignore[misc]
         if func not in (torch.topk, Tensor.topk) or [args[0].shape, found[1].shape] != self._shapes:
             return found
         self.replayed += 1
-        if self._active.compared(found[1], self._routes):
+        if self._active.chosen(found[1], self._routes):
             return found
         return type(found)(replay(args[0], found[1], self._routes))
 

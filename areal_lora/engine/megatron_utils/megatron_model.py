@@ -314,7 +314,7 @@ class MegatronModel:
                 self._packing.keep(earlier)
                 packed = next(batches)
                 tokens, dispatcher = packed.tokens, self._dispatcher
-                if dispatcher and tokens.routes is not None and not self.active.compares:
+                if dispatcher and tokens.routes is not None and not self.active.chooses:
                     tokens = with_sizes(packed, dispatcher)
                 plan = self._packing.add(packed.attention, tokens)
                 for each in queues:

@@ -193,7 +193,7 @@ class RouterChoice:
         if (routes := self.active.routes(self.layer)) is None:
             return found, own
         routes = own_part(routes, len(scores))
-        return (found, own) if self.active.compared(own, routes) else replay(scores, own, routes)
+        return (found, own) if self.active.chosen(own, routes) else replay(scores, own, routes)
 
 
 def follow_tokens(model: nn.Module) -> None:

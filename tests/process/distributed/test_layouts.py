@@ -30,6 +30,7 @@ from tests.support.distributed.engine_ranks import (
     VALUE_CLIP,
     Case,
     exercise_all,
+    flipped,
     make_batch,
     make_kept,
     make_routes,
@@ -214,6 +215,7 @@ class World:
         self._ranks: dict[str, list[Any] | RanksFailed] = {}  # by the first case of a lot
         self._truth: dict[str, Any] = {}
         self._value_truth: dict[str, Any] = {}
+        self._along: dict[bytes, Any] = {}
         print(f"adapter seed {SEED}")
 
     def numpy_wires(self) -> dict[str, dict[str, np.ndarray]]:
@@ -266,6 +268,32 @@ class World:
             kept=kept,
         )
         return base.numpy(), step
+
+    @cached_property
+    def recorded(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """As `Oracle.choices`; and the share of tokens and layers where `flipped` weights choose other experts."""
+        oracle, wire = self.oracles["moe"], self.wires["moe"]
+        (found, apart), (others, _) = oracle.choices(self.rows, wire), oracle.choices(self.rows, flipped(wire))
+        return found.numpy(), apart.numpy(), float((found != others).any(-1).double().mean())
+
+    def along(self, routes: np.ndarray) -> Any:
+        """A step of `flipped` weights with the experts ``routes``, over the ids of `make_kept`."""
+        key = routes.tobytes()
+        if key not in self._along:
+            batch = make_batch(self.rows)
+            self._along[key] = self.oracles["moe"].step(
+                self.rows,
+                flipped(self.wires["moe"]),
+                batch.advantages,
+                batch.loss_mask,
+                denominator=DENOMINATOR,
+                lr=OPTIMIZER.lr,
+                eps=EPS,
+                max_grad_norm=OPTIMIZER.max_grad_norm,
+                routes=torch.from_numpy(routes).long(),
+                kept=make_kept(self.rows),
+            )
+        return self._along[key]
 
     def truth(self, kind: str) -> Any:
         if kind not in self._truth:
@@ -505,6 +533,26 @@ def test_tokens_go_to_the_experts_of_their_routes_and_are_scored_among_kept_ids_
     assert found.keys() == step.grads.keys()
     worst = max(float(np.linalg.norm(found[n] - g.numpy()) / np.linalg.norm(g.numpy())) for n, g in step.grads.items())
     print(f"{name}: worst gradient error with routes {worst:.1e} of its tensor's norm")
+    assert worst < REPLAYED_GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.replays])
+def test_a_pass_records_its_routes_and_updates_of_other_weights_follow_them(world: World, name: str) -> None:
+    """They are the choices of transformers' routers in float64, but for ties; gradients are those of a float64 model of
+    the new weights with these experts, which are not those of its own choice."""
+    wanted, apart, flips = world.recorded
+    found = np.full(wanted.shape, -1, np.int16)
+    for rank in (each["recorded"] for each in world.ranks(name)):
+        own, routes = rank["tokens"], np.sort(rank["routes"], axis=-1)
+        found[own] = np.where(routes < 0, found[own], routes)
+    assert (found >= 0).all(), "every stage has the routes of its layers"
+    clear = apart > 1e-5
+    assert clear.mean() > 0.99
+    assert np.array_equal(found[clear], wanted[clear])
+    assert flips > 0.2
+    grads, step = union([each["recorded"] for each in world.ranks(name)], "grads"), world.along(found)
+    worst = max(float(np.linalg.norm(grads[n] - g.numpy()) / np.linalg.norm(g.numpy())) for n, g in step.grads.items())
+    print(f"{name}: {flips:.2f} of routes flipped, worst gradient error {worst:.1e} of its tensor's norm")
     assert worst < REPLAYED_GRADIENT_TOLERANCE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ TEMPERATURE = 0.7
 VALUE_CLIP = 0.4
 STEPS = size(suite=2, nightly=20)
 CHUNKS = 3
+MINIBATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,9 @@ def make_kept(rows: list[list[int]]) -> Tensor:
     return torch.from_numpy(found)
 
 
-def own_part(engine: AdapterEngine, batch: TrainBatch) -> TrainBatch:
+def own_part(engine: AdapterEngine, batch: TrainBatch, minibatches: int = 1) -> TrainBatch:
     """The batch with the token columns of this rank's part alone."""
-    parts, of_ranks = engine.parts(batch, 1)
+    parts, of_ranks = engine.parts(batch, minibatches)
     held = torch.from_numpy(parts[of_ranks[engine.rank]])
     tokens = held.repeat_interleave(batch.cu_seqlens.diff())
     columns = {name: getattr(batch, name) for name in OF_HELD}
@@ -295,7 +296,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     if case.dropout:
         seen["dropped"] = dropped(engine, path, case, adapter)
     if case.replays:
-        seen["replayed"] = replayed(engine, adapter)
+        seen["replayed"], seen["recorded"] = replayed(engine, adapter), recorded(engine, adapter)
     return seen
 
 
@@ -307,6 +308,30 @@ def replayed(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any
     seen: dict[str, Any] = {"base": scores(engine, batch, adapter=None), "lora": scores(engine, batch, adapter="a")}
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     return seen | {"grads": numpy_of(export_gradients(engine))}
+
+
+def flipped(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with which routers choose other experts."""
+    return {name: -2.0 * value if name.endswith("lora_B.weight") else value for name, value in adapter.items()}
+
+
+def recorded(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any]:
+    """Scores and routes of a pass over a batch with kept ids, and along them gradients of other weights over its
+    minibatches, which other micro-batches make up. Rank 0 has the columns of all sequences, as in a trainer."""
+    rows = make_rows()
+    batch = replace(make_batch(rows), kept=make_kept(rows))
+    parts, of_ranks = engine.parts(batch, MINIBATCHES)
+    needed = torch.from_numpy(parts[of_ranks[engine.rank]])
+    batch = own_part(engine, batch, MINIBATCHES) if engine.rank else batch
+    engine.load_adapter("a", adapter)
+    found, routes = engine.recorded(batch, MINIBATCHES, adapter="a", temperature=TEMPERATURE)
+    assert torch.equal(found, engine.logprobs(batch, adapter="a", temperature=TEMPERATURE)), "the same pass"
+    engine.load_adapter("a", flipped(adapter))
+    for minibatch in split_minibatches(replace(batch, routes=routes), MINIBATCHES):
+        engine.forward_backward(minibatch, loss_fn, need_entropy=True)
+    tokens = needed.repeat_interleave(batch.cu_seqlens.diff())
+    own = routes if engine.rank else routes[tokens]
+    return {"tokens": tokens.numpy(), "routes": own.numpy(), "grads": numpy_of(export_gradients(engine))}
 
 
 def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:

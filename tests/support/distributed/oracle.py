@@ -293,6 +293,28 @@ class Oracle:
                 vars(gate).pop("forward", None)
         return torch.cat(logprobs), torch.cat(entropies)
 
+    def choices(self, rows: Sequence[Sequence[int]], wire: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """[T, L, K] experts that transformers' own routers choose, sorted; [T, L] the score of the least of them minus
+        that of the best other expert."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def seen(gate: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+            scores = torch.softmax(inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.t(), -1)
+            least = scores.topk(gate.top_k + 1).values[:, -2:]
+            found.append((output[-1].sort(-1).values, least[:, 0] - least[:, 1]))
+
+        hooks = [gate.register_forward_hook(seen) for gate in self.gates]
+        with torch.no_grad():
+            self.score(rows, wire)
+        for hook in hooks:
+            hook.remove()
+        n = len(self.gates)
+        parts = [
+            [torch.stack(each, 1) for each in zip(*found[i : i + n], strict=True)] for i in range(0, len(found), n)
+        ]
+        experts, apart = (torch.cat(each) for each in zip(*parts, strict=True))
+        return experts, apart
+
     def value_step(
         self,
         rows: Sequence[Sequence[int]],

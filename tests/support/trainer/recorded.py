@@ -55,6 +55,7 @@ class RecordedEngine:
         self.whole = batch or make_batch()
         self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
         self.value, self.resident = torch.full_like(logprobs, 0.25).detach(), list[tuple[str, str]]()
+        self.updates: list[TrainBatch] = []
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
         self.dropped: torch.Tensor | None = None  # what a training pass says in place of ``answer``: dropout
         self.base: torch.Tensor | None = None  # what the adapter's absence says
@@ -69,6 +70,14 @@ class RecordedEngine:
 
     def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[torch.Tensor, float]:
         return self.logprobs(batch, adapter=adapter, temperature=temperature), 0.125
+
+    def recorded(
+        self, batch: TrainBatch, minibatches: int, *, adapter: str, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each token's routes are its id."""
+        assert minibatches > 1
+        routes = batch.token_ids.short()[:, None, None].repeat(1, 2, 2)
+        return self.logprobs(batch, adapter=adapter, temperature=temperature), routes
 
     def served(self, batch: TrainBatch, kind: str, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         return self.logprobs(batch, adapter=f"{kind} {adapter}", temperature=temperature)
@@ -101,6 +110,7 @@ class RecordedEngine:
         scores: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """Entropies are minus twice the log-probabilities."""
+        self.updates.append(batch)
         logprobs = (self._of(batch) if self.dropped is None else self.dropped).detach().clone().requires_grad_()
         entropies = -2 * logprobs.detach() if need_entropy else None
         if scores is not None:

@@ -126,6 +126,30 @@ def test_routes_are_replayed_where_servers_return_them(
     assert replayed(*overrides, value="off", **hf) == ""
 
 
+@pytest.mark.parametrize(
+    ("overrides", "hf", "reason"),
+    [
+        ((), {}, "no step has a proximal pass"),
+        (
+            ("adapters.gsm8k.algorithm.kind=cispo", "adapters.gsm8k.minibatches=2"),
+            {},
+            "no behaviour_correction=in_ratio",
+        ),
+        (("adapters.gsm8k.minibatches=2",), {"model_type": "qwen3"}, "the model is dense"),
+        (("adapters.gsm8k.minibatches=2", "adapters.gsm8k.sft.steps=1000000"), {}, "no ratio moves"),
+    ],
+)
+def test_own_routes_need_a_pass_that_records_them(
+    overrides: tuple[str, ...], hf: dict[str, object], reason: str
+) -> None:
+    assert reason in replayed(*overrides, value="old", **hf)
+
+
+def test_own_routes_need_nothing_of_servers() -> None:
+    merged = ("cluster.device=cuda", "rollout.adapter_mode=merged", "rollout.engine_args={additional_config: {a: 1}}")
+    assert replayed("adapters.gsm8k.minibatches=2", *merged, value="old") == ""
+
+
 def test_yaml_reads_a_plain_off_as_false() -> None:
     assert load_config(FILES, ["behaviour.router_replay=off"]).behaviour.router_replay == "off"
     assert load_config(FILES, ["behaviour.router_replay='off'"]).behaviour.router_replay == "off"

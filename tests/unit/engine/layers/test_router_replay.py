@@ -132,6 +132,21 @@ def test_choices_that_differ_are_counted_whatever_their_order(tmp_path: Path) ->
     assert differing >= 2
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_pass_records_what_its_routers_choose(kind: str, tmp_path: Path) -> None:
+    """And replays nothing: another one, of a batch with routes, does not change the next pass."""
+    folder = folder_of(kind, tmp_path)
+    engine = engine_of(folder)
+    engine.add_adapter(replace(SPEC, target_modules=("linear_fc1",)), OptimizerConfig(lr=0.1), seed=1)
+    alone = replace(batch_of(torch.empty(0)), routes=None)
+    wanted, own, _ = score(folder, None)
+    found, routes = engine.recorded(alone, 2, adapter="a")
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    assert routes.dtype == torch.int16
+    assert torch.equal(routes.sort(-1).values, own.sort(-1).values)
+    assert torch.equal(engine.logprobs(alone, adapter="a"), found)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
 def test_a_recomputed_layer_replays_its_micro_batch(recompute: Recompute, tmp_path: Path) -> None:
     folder, gradients = save("qwen3_moe", tmp_path), []

@@ -74,5 +74,11 @@ def test_a_router_weighs_the_experts_of_its_tokens(
         assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     assert active.flips is not None
     assert active.flips.tolist() == [flipped, int(known.sum())]
+    nowhere = routes.new_full(routes.shape, -1)
+    active.tokens = PackedTokens(keys=torch.zeros(tokens), routes=nowhere)
+    with active.recording():
+        assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
+    assert (nowhere[own, 1].sort(-1).values == own_sets.sort(-1).values).all()
+    assert (nowhere >= 0).sum() == TOKENS * K, "of its tokens and its layer alone"
     active.tokens = PackedTokens(keys=torch.zeros(tokens), routes=routes.new_full(routes.shape, -1))
     assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)

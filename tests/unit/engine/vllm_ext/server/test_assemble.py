@@ -75,7 +75,8 @@ def test_merged_experts_have_a_kernel_of_their_order_unless_another_is_chosen() 
 def test_servers_return_routes_where_the_trainer_replays_them() -> None:
     """Through vLLM's own argument on devices."""
     assert args_of("behaviour.router_replay=rollout").additional_config == {cpu_scheduler.ROUTES: True}
-    assert args_of().additional_config == {cpu_scheduler.ROUTES: False}
+    for off in ((), ("behaviour.router_replay=old",)):
+        assert args_of(*off).additional_config == {cpu_scheduler.ROUTES: False}
     for device in ("cpu", "cuda"):
         on_device = args_of(f"cluster.device={device}", "behaviour.router_replay=rollout", "rollout.kv_cache_gib=1")
         assert on_device.enable_return_routed_experts == (device == "cuda")
