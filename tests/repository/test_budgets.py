@@ -24,29 +24,29 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 880,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
+    "": 881,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; corrections
     "algorithms": 1585,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1441,  # a save starts before its copies are complete; synced as written; a name taken over
-    "cli": 2361,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4533,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
-    "data": 862,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
+    "cli": 2349,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
+    "config": 4506,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
+    "data": 858,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
-    "doctor": 982,
-    "engine": 11468,  # structured outputs; remote; routes; kept ids, caches; stages; sizes; order; parsers that fail
+    "doctor": 965,
+    "engine": 11824,  # structured outputs; remote; routes, own ones; kept ids, caches; stages; sizes; second model runner
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
-    "launcher": 4837,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
-    "library": 474,  # loss, advantage
+    "launcher": 4802,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
+    "library": 471,  # loss, advantage
     "network": 1025,  # listening; types of /v1/tool_calls and schemas; the client of served models; replies in parts
-    "obs": 4694,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
+    "obs": 4640,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
     "operations": 582,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 155,  # ranges of profilers; peaks and memory of devices; names of two torch versions; upload; reaches
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8448,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
+    "rollout": 8313,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
     "run_folder": 1094,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
-    "service": 5445,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
-    "tasks": 3233,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
-    "trainer": 4183,  # parts of a batch, routes, kept ids; causes of a mismatch, stale routes; kept caches; audits
-    "weight_sync": 5567,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors
+    "service": 5386,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
+    "tasks": 3203,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
+    "trainer": 4199,  # parts of a batch, routes, old ones, kept ids; causes of a mismatch; kept caches; audits
+    "weight_sync": 5531,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
@@ -57,7 +57,7 @@ LIMITS: dict[str, float] = {
     "file names used twice": 5,
     "participles as class names": 2,
     "register words per 1,000 lines": 0.17,
-    "broad excepts per 1,000 lines": 0.54,
+    "broad excepts per 1,000 lines": 0.53,
     "longest file": 411,
 }
 FILES = {"__init__", "main"}
