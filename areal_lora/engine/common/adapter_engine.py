@@ -34,7 +34,6 @@ from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, copy_st
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.compute import Compute
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.engine.common.route_recorder import RouteRecorder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
 from areal_lora.engine.layers.active import Dropout, step_seed
 from areal_lora.engine.layers.attention import pack
@@ -180,7 +179,9 @@ class AdapterEngine:
         They are of the sequences of the rank's `parts` and the layers of its stage.
         """
         needed, _ = self.parts(batch, minibatches)
-        recorder = RouteRecorder(batch, needed, self._sharded, self._model.groups.get(Range.DENSE_SPLIT), self._context)
+        recorder = micro.RouteRecorder(
+            batch, needed, self._sharded, self._model.groups.get(Range.DENSE_SPLIT), self._context
+        )
         with self._model.active.recording():
             each = replace(recorder.batch, adapters=(adapter,) * batch.n_sequences)
             return self.logprobs_of_each(each, temperature, recorder=recorder), recorder.routes()
@@ -201,7 +202,12 @@ class AdapterEngine:
         return self.logprobs_of_each(replace(batch, adapters=(adapter,) * batch.n_sequences), whole=True)
 
     def logprobs_of_each(
-        self, batch: TrainBatch, temperature: float = 1.0, *, whole: bool = False, recorder: RouteRecorder | None = None
+        self,
+        batch: TrainBatch,
+        temperature: float = 1.0,
+        *,
+        whole: bool = False,
+        recorder: micro.RouteRecorder | None = None,
     ) -> Tensor:
         """As `logprobs`, of each sequence by the adapter that it names; of several none may have a value head.
 
@@ -265,7 +271,7 @@ class AdapterEngine:
         batch: TrainBatch,
         losses: Mapping[str, LossFn] | None,
         readout: Readout,
-        recorder: RouteRecorder | None = None,
+        recorder: micro.RouteRecorder | None = None,
     ) -> tuple[list[MicroPlan], list[micro.Result]]:
         residents = {name: self.resident(name) for name in dict.fromkeys(batch.adapters) if name}
         for name, resident in residents.items():

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, context_groups
-from areal_lora.engine.common.micro_batches import of_stage, parts_of, plans_of, routed_layers
-from areal_lora.engine.common.route_recorder import RouteRecorder
+from areal_lora.engine.common.micro_batches import RouteRecorder, of_stage, parts_of, plans_of, routed_layers
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack
 from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.families.shape import ModelShape

@@ -91,7 +91,9 @@ class Trainer:
 
     def __init__(self, engine: RecordedEngine) -> None:
         self.config = SimpleNamespace(
-            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish", served_as=None)
+            model=SimpleNamespace(dtype="float32"),
+            behaviour=SimpleNamespace(router_replay="off"),
+            rollout=SimpleNamespace(in_flight="finish", served_as=None),
         )
         self.engine, self.rank_0, self.publishing, self.checkpointing = engine, None, None, None
         self.control, self.spans = SoloExchange(), defaultdict(Spans)

@@ -127,7 +127,9 @@ def test_a_run_whose_alignment_breaks_is_stopped_in_that_step(
     engine = PositionEngine(2, jitter=True, drift=0.2 if lag else 0.0)
     trainer: Any = SimpleNamespace(
         config=SimpleNamespace(
-            model=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(in_flight="finish", served_as=None)
+            model=SimpleNamespace(dtype="float32"),
+            behaviour=SimpleNamespace(router_replay="off"),
+            rollout=SimpleNamespace(in_flight="finish", served_as=None),
         ),
         engine=engine,
         rank_0=None,
