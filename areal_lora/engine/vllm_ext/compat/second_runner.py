@@ -43,13 +43,13 @@ class SecondRunner:
 
 
 class OwnSampler(Sampler):
-    """Log-probabilities of the distribution before ``top_k`` and ``top_p``, and what is left of it for `KEPT`."""
+    """Log-probabilities of the distribution before ``top_k`` and ``top_p``, and what of it remains for `KEPT`."""
 
     kept: np.ndarray
     """By the place of a request, whether it is a `KEPT` one."""
     _whole: torch.Tensor | None = None  # logits of the step before truncation, if there is any
     _rows: Sequence[int] = ()  # of `KEPT` requests in the step
-    _left: torch.Tensor  # [rows, 1], the log of the share that truncation leaves
+    _left: torch.Tensor  # [rows, 1], the log of the share that remains
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         super().add_request(req_idx, sampling_params)
@@ -96,7 +96,7 @@ class OwnSampler(Sampler):
     def __call__(self, *given: Any, **named: Any) -> SamplerOutput:
         made = super().__call__(*given, **named)
         if self._rows and made.logprobs_tensors is not None:
-            made.logprobs_tensors.logprobs[self._rows] += self._left  # vLLM has normalized what is left
+            made.logprobs_tensors.logprobs[self._rows] += self._left  # vLLM has normalized what remains
         return made
 
 
