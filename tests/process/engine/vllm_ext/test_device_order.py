@@ -75,6 +75,7 @@ class Worker:
     def __init__(self, folder: Path, ports: tuple[int, ...], calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
+        from areal_lora.engine.vllm_ext.compat.first_runner import FirstRunner
         from areal_lora.engine.vllm_ext.worker import extension, lora_install
 
         class Manager(LRUCacheLoRAModelManager):
@@ -94,6 +95,7 @@ class Worker:
         matrices = [weights.Matrix(name=n, stacked=t, index=0, start=0, full=WIDTH) for n, t in self.stacks.items()]
         lane = RecordedLane(calls, CPU)
         monkeypatch.setattr(extension.weights, "bound_matrices", lambda worker: matrices)
+        monkeypatch.setattr(extension, "runner_of", lambda worker: FirstRunner(worker.model_runner))
         monkeypatch.setattr(lora_install, "lane_of", lambda device: lane)
         staged = extension._WorkerAdapters._staged
 
