@@ -162,6 +162,7 @@ def test_a_sequence_that_was_not_cut_is_what_finish_gives(server: RunningServer,
 
 def test_a_continuation_draws_other_random_numbers(server: RunningServer, versions: Versions) -> None:
     """The rest of an answer is what a request for it alone gives with a seed of its own."""
+    seed_of = sampling.continuation_seed  # imports vLLM, here: no idle connection outlasts that
 
     async def run() -> tuple[int, list[list[int]]] | None:
         before = versions.stats().requests
@@ -180,13 +181,13 @@ def test_a_continuation_draws_other_random_numbers(server: RunningServer, versio
                 return None
             cut = of.index(newest.version)
             rest = {"prompt": PROMPT + ids[:cut], "max_tokens": LONG - cut}
-            alone = [(await tokens(seed=seed, **rest))[0] for seed in (sampling.continuation_seed(11, cut), 11)]
+            alone = [(await tokens(seed=seed, **rest))[0] for seed in (seed_of(11, cut), 11)]
             return cut, [ids[cut:], *alone]
 
     cut, (rest, again, replayed) = seen(lambda: asyncio.run(run()), lambda found: found is not None) or (0, [])
     assert 0 < cut < LONG
     assert rest == again != replayed
-    assert len({sampling.continuation_seed(seed, n) for seed in (7, 8) for n in range(500)}) == 1000
+    assert len({seed_of(seed, n) for seed in (7, 8) for n in range(500)}) == 1000
 
 
 def test_evaluation_probe_and_prompt_scores_are_not_cut(server: RunningServer, versions: Versions) -> None:
