@@ -28,11 +28,11 @@ LINES = {
     "algorithms": 1585,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1441,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2349,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4506,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
+    "config": 4508,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
     "data": 858,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 965,
-    "engine": 11811,  # structured outputs; remote; routes, old ones; kept ids, caches; stages; sizes; two model runners
+    "engine": 11814,  # structured outputs; remote; routes, old ones; kept ids, caches; stages; sizes; two model runners
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
     "launcher": 4802,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
     "library": 471,  # loss, advantage

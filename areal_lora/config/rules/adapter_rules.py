@@ -129,14 +129,16 @@ def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
             reason = "no step has a proximal pass: that takes several minibatches and no behaviour_correction=in_ratio"
             yield Finding(key, reason, "raise adapters[].minibatches, or set it to off")
         return
-    on_cpu = config.cluster.device == "cpu"
-    if config.rollout.deterministic and not on_cpu:
-        reason = "rollout.deterministic switches vLLM's prefix cache off, beside which devices keep routes"
+    device = config.cluster.device
+    if device == "npu":
+        yield Finding(key, "vLLM's first model runner returns no routes on NPUs", "set it to off")
+    if config.rollout.deterministic and device == "cuda":
+        reason = "rollout.deterministic switches vLLM's prefix cache off, beside which GPUs keep routes"
         yield Finding(key, reason, "set one of them to off")
     if config.rollout.adapter_mode == "merged":
         reason = "vLLM returns no routes from the fused kernel of experts without LoRA"
         yield Finding(key, reason, "set rollout.adapter_mode=unmerged, or set it to off")
-    if "additional_config" in config.rollout.engine_args and on_cpu:
+    if "additional_config" in config.rollout.engine_args and device == "cpu":
         reason = "rollout.engine_args.additional_config replaces the setting by which servers return routes"
         yield Finding(key, reason, "leave that out, or set it to off")
 

@@ -29,6 +29,7 @@ class SecondRunner:
         prompts.temperatures = np.ones(self._runner.max_num_reqs, np.float32)
 
     def sampled(self, lora_id: int) -> dict[str, int]:
+        """Without those that are preempted, of which it keeps nothing: `follow_version` has them start again."""
         states = self._runner.req_states
         rows = {name: states.req_id_to_index[name] for name in self._requests(lora_id)}
         totals = states.total_len.gpu[list(rows.values())].tolist()  # waits for the step that is computed
@@ -114,6 +115,8 @@ class OwnPromptLogprobs(PromptLogprobsWorker):
         self, logits_fn: Any, hidden_states: torch.Tensor, input_batch: Any, *further: Any, **named: Any
     ) -> Any:
         by_request = self.temperatures[input_batch.idx_mapping_np]
+        if (by_request == 1.0).all():  # nearly every step
+            return super().compute_prompt_logprobs(logits_fn, hidden_states, input_batch, *further, **named)
         of_tokens = torch.from_numpy(np.repeat(by_request, input_batch.num_scheduled_tokens)).to(hidden_states.device)
         at = 0
 
@@ -122,5 +125,4 @@ class OwnPromptLogprobs(PromptLogprobsWorker):
             at += len(hidden)
             return logits_fn(hidden) / of_tokens[at - len(hidden) : at, None]
 
-        function = logits_fn if (by_request == 1.0).all() else tempered
-        return super().compute_prompt_logprobs(function, hidden_states, input_batch, *further, **named)
+        return super().compute_prompt_logprobs(tempered, hidden_states, input_batch, *further, **named)

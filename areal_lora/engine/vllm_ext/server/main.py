@@ -123,9 +123,10 @@ def set_environment(config: Config) -> None:
         SERVER_PID: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
     }
+    if config.cluster.device != "cuda":  # `compat.cpu_scheduler`; on NPUs vLLM has a second one of another kind
+        env["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     if config.cluster.device == "cpu":
         threads = config.cluster.threads
-        env["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")  # of compat.cpu_scheduler
         # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.
         env["TORCHDYNAMO_DISABLE"] = "1"
         env["OMP_NUM_THREADS"] = str(threads)

@@ -112,6 +112,7 @@ def replayed(*overrides: str, value: str = "rollout", **hf: object) -> str:
     [
         ((), {"model_type": "qwen3"}, "the model is dense"),
         (("adapters.gsm8k.sft.steps=1000000",), {}, "given answers"),
+        (("cluster.device=npu",), {}, "returns no routes on NPUs"),
         (("cluster.device=cuda", "rollout.deterministic=true"), {}, "deterministic switches vLLM's prefix cache off"),
         (("rollout.adapter_mode=merged",), {}, "set rollout.adapter_mode=unmerged, or set it to off"),
         (("rollout.engine_args={additional_config: {a: 1}}",), {}, "additional_config replaces the setting"),
