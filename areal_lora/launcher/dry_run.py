@@ -170,11 +170,11 @@ def _groups(config: Config, plan: JobPlan) -> str:
     places = [(spec.name, f"node {spec.node}") for spec in plan.role(SERVER)]
     tree = relay_tree([ServerEndpoint(name=n, host=h, admin_port=0, data_port=0, workers=tp) for n, h in places])
     members = 1 + max(map(workers_of, tree))
-    which = f"{sources} of {members} members, a trainer rank that owns tensors and all workers"
+    which = f"{sources} of {members} members, a trainer rank that sends and all workers"
     touched = ""
     if len(tree) > 1:
         which = (
-            f"{sources * len(tree)} of at most {members} members, for each of {sources} trainer ranks that own tensors "
+            f"{sources * len(tree)} of at most {members} members, for each of {sources} trainer ranks that send "
             f"its group and {len(tree) - 1} below relays"
         )
         touched = f", one group of at most {MOST} servers each time"

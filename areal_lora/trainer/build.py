@@ -15,7 +15,7 @@ from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
 from areal_lora.config.sections.run import own_place
-from areal_lora.config.sizing.slots import broadcast_backend
+from areal_lora.config.sizing.slots import broadcast_backend, send_places
 from areal_lora.data.prompts import load_tokenizer, vocabulary
 from areal_lora.distributed.store import Exchange
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -51,6 +51,7 @@ from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
 from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.decisions import PublishReport
+from areal_lora.weight_sync.trainer.gathering import PlaceGather
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -121,7 +122,8 @@ def build_engine(config: Config) -> AdapterEngine:
 def build_publisher(
     config: Config, run_folder: RunFolder, engine: AdapterEngine, exchange: Exchange, leader: Leader | None
 ) -> Publisher:
-    """The publisher of this rank's shards; rank 0 has the ``leader``."""
+    """The publisher of this rank's shards; rank 0 has the ``leader``. Collective."""
+    places = send_places(config)
     return Publisher(
         run=config.run.name,
         config=config.weight_sync,
@@ -131,6 +133,7 @@ def build_publisher(
         bind=own_place(config.cluster, run_folder).address,
         backend=broadcast_backend(config),
         device=engine.device,
+        gather=PlaceGather(places, engine.rank, engine.device) if len(set(places)) < len(places) else None,
     )
 
 

@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1585,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1441,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2349,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4508,  # remote; groups; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
+    "config": 4526,  # remote; sources; slots; cp, profile; routes; GDPO; stages, memory_gib, served_as, fp8; homes
     "data": 858,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 965,
@@ -45,8 +45,8 @@ LINES = {
     "run_folder": 1094,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; run_role
     "service": 5386,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
     "tasks": 3203,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
-    "trainer": 4199,  # parts of a batch, routes, old ones, kept ids; causes of a mismatch; kept caches; audits
-    "weight_sync": 5531,  # relays: tree, groups, requests; shard keys; views; pings; deaths in a formation; many errors
+    "trainer": 4202,  # parts of a batch, routes, old ones, kept ids; causes of a mismatch; kept caches; audits
+    "weight_sync": 5629,  # gathers; relays: tree, requests; shard keys; views; pings; deaths in formation; many errors
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

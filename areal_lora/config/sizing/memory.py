@@ -4,7 +4,7 @@ The docstrings of `_trainer` and `_server` list the parts, with the source of ea
 measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs are typical values, not measured by this project.
 """
 
-import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,7 +142,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, published = _adapters(config, shape, config.adapters, layers)
+    weights, moments, published = _adapters(config, shape, config.adapters, stage, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -151,19 +151,19 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         Part("buffers", device=max(chunk, int(passes))),
         *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
         published,
-        *_joining(config, shape, layers),
+        *_joining(config, shape, stage, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
 
 
 def _adapters(
-    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: Sequence[int]
+    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int]
 ) -> list[Part]:
     """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + adapter.algorithm.has_critic) for adapter in adapters)
-    stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + a.algorithm.has_critic) for a in adapters)
+    in_stage = sum(_adapter_parameters(alone, shape, a, layers) * (1 + a.algorithm.has_critic) for a in adapters)
     references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
@@ -172,7 +172,10 @@ def _adapters(
         a.name: sizes[a.name] * len(layers) // shape.layers // max(1, stage_sources(config, shape, a, layers))
         for a in adapters
     }
-    wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
+    per_stage = t.world_size // t.pp
+    sent = (sent_bytes(config, shape, adapter).items() for adapter in adapters)
+    wire = sum(max((nbytes for rank, nbytes in each if rank // per_stage == stage), default=0) for each in sent)
+    wire = wire or item * max(unique.values(), default=0)  # the source is of another stage
     copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in adapters)
     # A packer for checkpoints and one for the wire receive what other tensor-parallel ranks send.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
@@ -185,21 +188,22 @@ def _adapters(
     on_device = config.cluster.device != "cpu" and not (merged and over_host)
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
-        Part("optimizer moments", device=int(2 * FP32 * stage / (t.world_size // t.pp))),
+        Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
         Part(
             "publish and checkpoint",
             device=int(FP32 * received) + (wire if on_device else 0),
-            host=int(FP32 * copied) + (wire if over_host or merged else 0),
+            # One rank of a node sends for others: the ranks together hold each shard once.
+            host=int(FP32 * copied) + (wire if merged else item * sum(unique.values()) if over_host else 0),
         ),
     ]
 
 
-def _joining(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[Part]:
+def _joining(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
     adapters = slots.joining_adapters(config)
     if not adapters:
         return []
-    parts = _adapters(config, shape, adapters[:1], layers)
+    parts = _adapters(config, shape, adapters[:1], stage, layers)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
     return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
@@ -271,10 +275,17 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
     return total
 
 
-def _sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
-    """Bytes of a version that a source rank of a stage sends: those of its experts, or of the stage if dense."""
-    sources = max(1, stage_sources(config, shape, adapter, layers))
-    return version_bytes(config, shape, adapter) * len(layers) // shape.layers // sources
+def sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> dict[int, int]:
+    """Bytes of a version by the source rank that sends them: the first owner at each of `slots.send_places`."""
+    t, places, whole = config.trainer, slots.send_places(config), version_bytes(config, shape, adapter)
+    sources, sent = dict[int, int](), Counter[int]()
+    for stage, layers in enumerate(_stages(config, shape)):
+        owners = stage_sources(config, shape, adapter, layers)
+        for owner in range(owners):
+            rank = stage * (t.world_size // t.pp) + owner * t.etp
+            source = sources.setdefault(places[rank], rank)
+            sent[source] += whole * len(layers) // shape.layers // owners
+    return sent
 
 
 def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
@@ -285,10 +296,8 @@ def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, lay
 
 
 def source_ranks(config: Config, shape: ModelShape) -> int:
-    """Number of trainer ranks that own tensors of an adapter: each has broadcast groups."""
-    stages = _stages(config, shape)
-    most = (max(stage_sources(config, shape, adapter, layers) for adapter in config.adapters) for layers in stages)
-    return sum(most)
+    """Number of trainer ranks that send tensors of an adapter: each has broadcast groups."""
+    return len(set[int]().union(*(sent_bytes(config, shape, adapter) for adapter in config.adapters)))
 
 
 def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
@@ -360,13 +369,11 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
     Not used where receivers read the source's memory (one machine, CPUs), which is known only at run time.
     """
-    bucket, staged = int(config.weight_sync.bucket_mib * MIB), 0
-    adapters = [*config.adapters, *slots.joining_adapters(config)]
-    for layers in _stages(config, shape):
-        largest = (slots.largest_bucket(_sent_bytes(config, shape, adapter, layers), bucket) for adapter in adapters)
-        sources = (stage_sources(config, shape, adapter, layers) for adapter in adapters)
-        staged += max(map(operator.mul, sources, largest), default=bucket)
-    return STAGING_BUFFERS * staged
+    bucket, largest = int(config.weight_sync.bucket_mib * MIB), dict[int, int]()
+    for adapter in (*config.adapters, *slots.joining_adapters(config)):
+        for source, nbytes in sent_bytes(config, shape, adapter).items():
+            largest[source] = max(largest.get(source, 0), slots.largest_bucket(nbytes, bucket))
+    return STAGING_BUFFERS * (sum(largest.values()) or bucket)
 
 
 def kv_part(config: Config, shape: ModelShape) -> int:

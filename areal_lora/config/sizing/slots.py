@@ -268,3 +268,14 @@ def broadcast_backend(config: Config) -> str:
     if chosen != "auto":
         return chosen
     return "gloo" if shared_devices(config) else OF_DEVICES[config.cluster.device]
+
+
+def send_places(config: Config) -> tuple[int, ...]:
+    """Places of the trainer ranks: those at one place send what they own as one source.
+
+    On devices a place is a node, for a source has communicators with all servers. On CPUs receivers read the memory of
+    every rank, and merged weights are too many to gather: each rank is a place. Raises ConfigError as `seats_of`.
+    """
+    if config.cluster.device == "cpu" or config.rollout.adapter_mode == "merged":
+        return tuple(range(config.trainer.world_size))
+    return tuple(seat.node for seat in seats_of(config).trainer)

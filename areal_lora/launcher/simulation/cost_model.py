@@ -121,7 +121,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         sigma=0.8,
         longest=longest,
         nbytes=nbytes,
-        sources=config.trainer.pp * config.trainer.ep,
+        sources=memory.source_ranks(config, shape),
         link_s=8 / LINK_BITS if remote else 0.0,
         tree=slots.broadcast_backend(config) == "gloo",
         activate_s=nbytes / HOST_BYTES_PER_S,

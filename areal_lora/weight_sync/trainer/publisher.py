@@ -41,6 +41,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Failure, PublishReport, Sent
+from areal_lora.weight_sync.trainer.gathering import PlaceGather
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import Budget, JobQueue, Pack, PackedShard, PublishJob
 
@@ -71,7 +72,8 @@ class Publisher:
     Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. Rank 0 has the
     ``leader``, whose steps the other ranks take over. A rank that owns tensors of an adapter has a group with the
     workers of all members. ``bind`` is this rank's own address, as workers reach it; ``backend`` names a
-    ``link.backends`` row; ``device`` is the device that this rank computes on.
+    ``link.backends`` row; ``device`` is the device that this rank computes on. With ``gather`` one rank sends what
+    several own.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class Publisher:
         bind: str = "127.0.0.1",
         backend: str = "gloo",
         device: torch.device = CPU,
+        gather: PlaceGather | None = None,
     ) -> None:
         self._run_name, self._config, self._exchange, self._leader = run, config, exchange, leader
         self._secret, self._bind, self._backend, self._device = secret, bind, backend, device
+        self._gather = gather
         self._group: BroadcastGroup | None = None
         self._stores: dict[str, GroupListener] = {}  # of the groups below relays, by the relay's name
         self._lanes: dict[str, _Lane] = {}
@@ -113,6 +117,8 @@ class Publisher:
         raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack`` is raised here. ``pack`` counts
         in ``cast``; the report has the sums of all ranks.
         """
+        if self._gather is not None:
+            layout, pack = self._gather.of(layout, pack)
         lane = self._lanes.get(ref.name)
         if lane is not None:
             lane.await_previous()

@@ -73,9 +73,9 @@ class Cluster:
         self.begin(*command)
         return self.end()
 
-    def open(self, sources=(0, 1), backend="gloo", **config):
+    def open(self, sources=(0, 1), backend="gloo", places=(), **config):
         config = {"timeout_s": DEADLINE_S} | config
-        answers = self.all("open", sources, list(self.endpoints.values()), config, backend)
+        answers = self.all("open", sources, list(self.endpoints.values()), config, backend, places)
         assert answers[0][0] == "ok", answers
         self.backend = backend
 
@@ -153,6 +153,22 @@ def test_versions_arrive_bit_for_bit_from_both_sources_in_many_buckets(cluster, 
         assert (report.attempts, report.lost, names(report)) == (1, {}, list(WORKERS))
         for phase in ("pack", "send", "wire", "verify", "write", "commit", "ack", "probe"):
             assert report.phases[phase] >= 0.0
+
+
+@pytest.mark.parametrize("backend", ["gloo", SOCKETS])
+def test_ranks_of_one_node_send_through_the_groups_of_the_first(cluster, backend):
+    cluster.open(backend=backend, places=(0, 0))
+    for seed in range(2):
+        report = cluster.next(seed)
+        cluster.assert_served(cluster.version, seed)
+        assert report.digest == single_rank_digest(cluster.version, seed)
+        assert [a[1] for a in cluster.all("has_group")] == [True, False]
+    got, (why, _), _ = cluster.publish(cluster.version + 1, 8, "NaN")[0]
+    assert (got, why) == ("ManifestError", "non_finite"), "of the rank that has no group"
+    cluster.version += 1
+    cluster.next(9)
+    cluster.assert_served(cluster.version, 9)
+    cluster.open()
 
 
 @pytest.mark.parametrize(

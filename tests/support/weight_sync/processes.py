@@ -32,6 +32,7 @@ from areal_lora.weight_sync.link.backends import register_backend
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.trainer.gathering import PlaceGather
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -172,7 +173,12 @@ class Rank:
         self.announce_s = seconds
 
     def open(
-        self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any], backend: str
+        self,
+        sources: tuple[int, ...],
+        servers: list[ServerEndpoint],
+        config: dict[str, Any],
+        backend: str,
+        places: tuple[int, ...] = (),
     ) -> None:
         if self.publisher is not None:
             self.publisher.close()
@@ -190,8 +196,18 @@ class Rank:
                 on_active=self.announce,
             )
         self.publisher = Publisher(
-            run=RUN, config=sync, exchange=self.exchange, leader=self.leader, secret=SECRET, backend=backend
+            run=RUN,
+            config=sync,
+            exchange=self.exchange,
+            leader=self.leader,
+            secret=SECRET,
+            backend=backend,
+            gather=PlaceGather(places, self.rank, torch.device("cpu")) if places else None,
         )
+
+    def has_group(self) -> bool:
+        assert self.publisher is not None
+        return self.publisher._group is not None
 
     def reads(self) -> bool:
         """Whether the receivers of this rank's group read its memory."""

@@ -15,7 +15,8 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight
-from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, source_ranks, staging_bytes
+from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, sent_bytes, source_ranks, staging_bytes
+from areal_lora.config.sizing.slots import send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.registry import known_config
@@ -24,6 +25,7 @@ from areal_lora.families.sites import adapter_size
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.strided import MEASURED_BYTES
+from areal_lora.weight_sync.trainer.gathering import by_place
 from tests.support.paths import EXAMPLES
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
@@ -191,7 +193,7 @@ def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only
     ("path", "model"), [(MOE, "Qwen/Qwen3-30B-A3B"), (DENSE, "Qwen/Qwen2.5-72B-Instruct")], ids=["moe", "dense"]
 )
 def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -> None:
-    """A source that publishes in bfloat16 and writes checkpoints in fp32 has two."""
+    """A source that publishes in bfloat16 and writes checkpoints in fp32 has two, and the shards of its node."""
     shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([path])
     parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
     sharded, spec = ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec("")
@@ -200,36 +202,49 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     rank = next(m for m in job_memory(config, shape) if m.role == "trainer")
     found = next(p for p in rank.parts if p.name == "publish and checkpoint")
     numbers = adapter_size(shape, spec).parameters // (config.trainer.ep if shape.experts else 1)
-    wire, copies, packers = 2 * numbers, 3 * 4 * numbers, 2
+    wire = by_place(layout, send_places(config)).shards[0].nbytes
+    copies, packers = 3 * 4 * numbers, 2
     assert found.device == packers * 4 * (plan.space - plan.own) + wire
     assert found.host == copies, "shards are packed on the device"
 
 
 EP8_PP8 = ["trainer.world_size=256", "trainer.tp=4", "trainer.ep=8", "trainer.pp=8", "cluster.nodes=64"]
 STAGES = [12, 12, 12, 12, 12, 12, 11, 11]
+ONE_NODE = ["trainer.world_size=8", "trainer.tp=2", "cluster.nodes=2"]
 ATTENTION = "adapters.0.target_modules=[linear_qkv, linear_proj]"
 
 
 @pytest.mark.parametrize(
-    ("model", "overrides", "sources"),
+    ("model", "overrides", "owners", "sources"),
     [
-        ("Qwen/Qwen3-30B-A3B", [], 8),
-        ("Qwen/Qwen3-30B-A3B", [ATTENTION], 1),
-        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], 1),
-        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}"], 64),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}", ATTENTION], 8),
-        ("Qwen/Qwen3-30B-A3B", ["trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[11, 13, 14, 10]"], 4),
-        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, "trainer.pp=1", "trainer.ep=64"], 64),
-        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], 2),
+        ("Qwen/Qwen3-30B-A3B", [], 8, 1),
+        ("Qwen/Qwen3-30B-A3B", [ATTENTION], 1, 1),
+        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], 1, 1),
+        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8, 1),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.etp=2", "trainer.tp=2"], 8, 2),
+        ("Qwen/Qwen3-30B-A3B", ["cluster.device=cpu", "model.dtype=float32"], 8, 8),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}"], 64, 8),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}", ATTENTION], 8, 8),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[11, 13, 14, 10]"], 4, 2),
+        ("Qwen/Qwen3-30B-A3B", [*ONE_NODE, "trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[20, 28]"], 4, 1),
+        ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, "trainer.pp=1", "trainer.ep=64"], 64, 8),
+        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], 2, 2),
     ],
 )
-def test_sources_are_those_of_the_layout(model: str, overrides: list[str], sources: int) -> None:
+def test_sources_and_their_bytes_are_those_of_the_layout(
+    model: str, overrides: list[str], owners: int, sources: int
+) -> None:
     shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([MOE], overrides)
-    assert source_ranks(config, shape) == sources
     parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
-    layout = wire_layout(ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec(""), "bfloat16")
-    assert len(layout.shards) == sources
+    adapter = config.adapters[0]
+    owned = wire_layout(ShardedModel(shape=shape, layout=parallel), adapter.spec(""), config.model.dtype)
+    assert len(owned.shards) == owners
+    layout = by_place(owned, send_places(config))
+    assert len(layout.shards) == source_ranks(config, shape) == sources
+    estimated = sent_bytes(config, shape, adapter)
+    assert estimated.keys() == {shard.source for shard in layout.shards}
+    for shard in layout.shards:  # attention is not divided over the expert-parallel ranks
+        assert estimated[shard.source] == pytest.approx(shard.nbytes, rel=0.15)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (3, 2), (4, 3)])
@@ -289,17 +304,17 @@ def test_recompute_and_shorter_micro_batches_need_less() -> None:
         ),
         (["cluster.slurm.mem=40G"], "cluster.slurm.mem", Severity.WARNING, "cluster.slurm.mem is 40"),
         (
-            ["cluster.slurm.mem=70G", "weight_sync.backend=gloo"],
+            ["cluster.slurm.mem=60G", "weight_sync.backend=gloo", "weight_sync.bucket_mib=1024"],
             "cluster.slurm.mem",
             Severity.WARNING,
-            "33 of them for the staging of publishes",
+            "21 of them for the staging of publishes",
         ),
         (
             [
                 "cluster.nodes=1",
                 "weight_sync.backend=gloo",
                 "cluster.slurm.mem=900G",
-                "cluster.slurm.components=[{roles: [trainer, controller], nodes: 2}, {roles: [rollout], mem: 64G}]",
+                "cluster.slurm.components=[{roles: [trainer, controller], nodes: 2}, {roles: [rollout], mem: 48G}]",
             ],
             "cluster.slurm.components.1.mem",
             Severity.WARNING,
@@ -315,10 +330,10 @@ def test_what_does_not_fit(overrides: list[str], key: str, severity: Severity, w
 def test_smaller_buckets_need_less_host_memory_than_a_node_has() -> None:
     crowded, fits = (
         check(
-            load_config([MOE], ["cluster.slurm.mem=80G", "weight_sync.backend=gloo", f"weight_sync.bucket_mib={mib}"]),
+            load_config([MOE], ["cluster.slurm.mem=60G", "weight_sync.backend=gloo", f"weight_sync.bucket_mib={mib}"]),
             FACTS,
         )
-        for mib in (256, 64)
+        for mib in (1024, 64)
     )
     assert ["lower weight_sync.bucket_mib" in f.fix for f in crowded] == [True]
     assert fits == ()
@@ -330,10 +345,11 @@ def test_staging_is_what_the_layout_of_the_wire_asks_for() -> None:
     shape, config = ModelShape.from_hf(hf), load_config([MOE])
     parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
     spec = config.adapters[0].spec("m")
-    layout = wire_layout(ShardedModel(shape=shape, layout=parallel), spec, "bfloat16")
+    owned = wire_layout(ShardedModel(shape=shape, layout=parallel), spec, "bfloat16")
+    layout = by_place(owned, send_places(config))
     bucket = int(config.weight_sync.bucket_mib * 2**20)
     longest = [max(b.end - b.start for b in plan_buckets(shard, bucket)) for shard in layout.shards]
-    assert len(longest) == 8
+    assert (len(owned.shards), len(longest)) == (8, 1), "of one node"
     assert staging_bytes(config, shape) == pytest.approx(RING * sum(longest), rel=0.03)
     nccl, gloo = (
         next(p for p in estimate(*keys)["server replica"].parts if p.name == "staging of publishes")
