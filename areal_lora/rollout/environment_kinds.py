@@ -201,7 +201,7 @@ class Mcp(WorkerKind):
             sessions, tools = dict[str, Any](), list[dict[str, Any]]()
             for server in self.servers:
                 session = await stack.enter_async_context(_mcp_session(server))
-                for tool in (await session.list_tools()).tools:
+                async for tool in _mcp_tools(session):
                     schema = tool.model_dump(by_alias=True)["inputSchema"]
                     sessions[tool.name] = session
                     tools.append(_tool(tool.name, tool.description, schema))
@@ -227,6 +227,18 @@ async def _mcp_session(server: str) -> AsyncIterator[Any]:
     async with connected as streams, mcp.ClientSession(*streams[:2]) as session:
         await session.initialize()
         yield session
+
+
+async def _mcp_tools(session: Any) -> AsyncIterator[Any]:
+    """The tools of all pages of a server's list."""
+    types, params = importlib.import_module("mcp.types"), None
+    while True:
+        page = await session.list_tools(params=params)
+        for tool in page.tools:
+            yield tool
+        if (cursor := page.model_dump(by_alias=True).get("nextCursor")) is None:
+            return
+        params = types.PaginatedRequestParams(cursor=cursor)
 
 
 async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:

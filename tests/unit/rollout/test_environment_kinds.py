@@ -1,0 +1,45 @@
+"""An MCP server whose list of tools has pages: a real session over pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+
+from areal_lora.rollout.environment_kinds import _mcp_session, _mcp_tools
+
+PAGED = """
+import asyncio
+
+from mcp import types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+
+async def listed(_, params):
+    page = int(params.cursor or 0) if params else 0
+    tool = types.Tool(name=f"tool-{page}", input_schema={"type": "object"})
+    return types.ListToolsResult(tools=[tool] * (page != 1), next_cursor=str(page + 1) if page < 3 else None)
+
+
+async def main():
+    server = Server("pages", on_list_tools=listed)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+asyncio.run(main())
+"""
+
+
+def test_the_tools_of_all_pages_are_the_models(tmp_path: Path) -> None:
+    """The second page is empty: only the cursor tells whether one follows."""
+    script = tmp_path / "pages.py"
+    script.write_text(PAGED)
+
+    async def names() -> list[str]:
+        async with _mcp_session(shlex.join([sys.executable, str(script)])) as session:
+            return [tool.name async for tool in _mcp_tools(session)]
+
+    assert asyncio.run(names()) == ["tool-0", "tool-2", "tool-3"]
