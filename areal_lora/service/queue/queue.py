@@ -11,11 +11,11 @@ import asyncio
 import secrets
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from areal_lora.errors import RequestError, Unavailable
 from areal_lora.operations.link import SendWindows, ServiceEnd
@@ -28,7 +28,7 @@ from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
-from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.types import AdapterPhase
 
@@ -57,8 +57,7 @@ class RequestQueue:
     ) -> None:
         self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
         self._outbox = Outbox(run_folder, self.change)
-        self._answered: dict[str, asyncio.Event] = {}
-        self._waiting: Counter[str] = Counter()
+        self._answered: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # waiters keep them
         self._fetched: set[str] = set()
         self.dropped_samples: set[str] = set()
         """Forgotten soon, not at once: until then a restart may sample them in vain."""
@@ -91,8 +90,9 @@ class RequestQueue:
         self._heartbeats.ended(tx.ended)
         for path in tx.forgotten:
             self.placement.used_s.pop(path, None)
-        for request in tx.answered & self._answered.keys():
-            self._answered[request].set()
+        for request in tx.answered:
+            if (event := self._answered.get(request)) is not None:
+                event.set()
         for adapter in tx.moved:
             self._outbox.moved(adapter)
         return result
@@ -109,7 +109,6 @@ class RequestQueue:
 
     async def end_session(self, tenant: str, session: str) -> None:
         await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
-        await self.placement.let_leave()
 
     async def create_model(self, tenant: str, session: str, model_seq: int, mark: str, action: CreateModel) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
@@ -129,20 +128,15 @@ class RequestQueue:
             return request
         name, quota = f"{session}-{model_seq}", self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
-        also = partial(
-            client_sessions.insert_model, session=session, model_seq=model_seq, mark=mark, action=action, lora=lora
-        )
+        model = (session, model_seq, mark, action, lora)
         async with self.placement.lock:
             await self.placement.make_room(tenant)
-            change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
-            await self._writer.operate(replace(change, fingerprint=mark, request=f"\n{request}"))
+            await self.change(lambda tx: client_sessions.insert_model(tx, tenant, adapter, *model))
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
         """The model's adapter leaves; saved states stay. Returns the request."""
-        request = await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
-        await self.placement.let_leave()
-        return request
+        return await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
 
     async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
         """Take a request of ``model``, or find it taken by its fingerprint ``mark``; returns its id (`ordering`)."""
@@ -152,21 +146,13 @@ class RequestQueue:
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
         self._heartbeats.received(request.partition(":")[0], tenant)  # as good as a heartbeat
-        deadline = time.monotonic() + wait_s
+        event = self._answered.setdefault(request, asyncio.Event())
         found = await self._look(tenant, request)
-        if isinstance(found, Pending) and wait_s > 0:
-            event = self._answered.setdefault(request, asyncio.Event())
-            self._waiting[request] += 1
-            try:
-                while isinstance(found := await self._look(tenant, request), Pending):
-                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                        await event.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._waiting[request] -= 1
-                if not self._waiting[request]:
-                    del self._waiting[request], self._answered[request]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while isinstance(found, Pending):
+                    await event.wait()
+                    found = await self._look(tenant, request)
         if not isinstance(found, Pending):
             self._fetched.add(request)
         return found
@@ -214,8 +200,7 @@ class RequestQueue:
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, found.lora, quota)
-            also = partial(client_sessions.insert_snapshot, state=found)
-            await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
+            await self.change(lambda tx: client_sessions.insert_snapshot(tx, tenant, adapter, found))
         return loading
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
@@ -246,7 +231,6 @@ class RequestQueue:
         await self.change(partial(queue_writer.follow, failed=failed))
         for session in self._heartbeats.silent(SILENT_S):
             await self.change(partial(client_sessions.end_session, session=session))
-        await self.placement.let_leave()
         await self.change(queue_writer.seal)
         expire = partial(queue_writer.expire_states, used_s=self.placement.used_s, start_s=self._start_s)
         await self.change(expire)
