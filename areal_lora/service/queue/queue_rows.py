@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
 TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")
@@ -112,7 +112,6 @@ class Tables:
     keys: Mapping[str, Key] = field(default_factory=dict)
     adapters: Mapping[tuple[str, str], AdapterRow] = field(default_factory=dict)
     deleted: Mapping[str, int] = field(default_factory=dict)
-    generation: int = 0
 
     def of(self, tenant: str) -> list[AdapterRow]:
         """The tenant's adapters, oldest first."""
@@ -125,12 +124,11 @@ class Tables:
         if row.wanted is DesiredPhase.DELETED:
             del adapters[at]
             deleted = {**deleted, row.tenant: max(row.incarnation, deleted.get(row.tenant, 0))}
-        return replace(self, adapters=adapters, deleted=deleted, generation=self.generation + 1)
+        return replace(self, adapters=adapters, deleted=deleted)
 
-    def desired(self) -> DesiredAdapters:
+    def desired(self) -> tuple[DesiredAdapter, ...]:
         """What the run is to have: deleted adapters are not in it."""
-        adapters = tuple(row.desired for row in self.adapters.values())
-        return DesiredAdapters(generation=self.generation, adapters=adapters)
+        return tuple(row.desired for row in self.adapters.values())
 
 
 class Kind(StrEnum):
@@ -258,7 +256,7 @@ def new_key() -> str:
 
 SCHEMA_VERSION = 8
 SCHEMA = """
-CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
+CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE answers (
     tenant TEXT NOT NULL REFERENCES tenants, request TEXT NOT NULL, fingerprint TEXT NOT NULL, answer BLOB NOT NULL,

@@ -178,7 +178,6 @@ class Transaction:
             ADAPTERS.insert(self.db, row)
         reached("service.half_recorded")
         self.tables = self.tables.after(row)
-        self.do("UPDATE meta SET generation = ?", self.tables.generation)
         reached("service.recorded")
 
     def carried_out(self, rows: Iterable[queue_rows.AdapterRow]) -> None:
@@ -212,7 +211,7 @@ def make_tables(db: sqlite3.Connection, run: str) -> None:
     tables = [each.schema for each in (KEYS, ADAPTERS, SESSIONS, MODELS, STATES, SAMPLERS, SAMPLES)]
     for statement in (*tables, *queue_rows.SCHEMA.split(";\n")):
         db.execute(statement)
-    db.execute("INSERT INTO meta VALUES (?, ?, 0)", (queue_rows.SCHEMA_VERSION, run))
+    db.execute("INSERT INTO meta VALUES (?, ?)", (queue_rows.SCHEMA_VERSION, run))
 
 
 def read_tables(db: sqlite3.Connection) -> queue_rows.Tables:
@@ -222,7 +221,6 @@ def read_tables(db: sqlite3.Connection) -> queue_rows.Tables:
         keys={key.digest: key for key in KEYS.select(db, "1")},
         adapters={(row.tenant, row.name): row for row in ADAPTERS.select(db, "1")},
         deleted={tenant: deleted for tenant, _, deleted in tenants},
-        generation=db.execute("SELECT generation FROM meta").fetchone()[0],
     )
 
 

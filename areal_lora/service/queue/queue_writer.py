@@ -16,14 +16,13 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TypeVar
 
 from areal_lora.errors import RecordError, RequestError, Unavailable, internal_error
 from areal_lora.operations.protocol import DropState
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
-from areal_lora.run_folder.paths import RunFolder, read_desired, write_desired
+from areal_lora.run_folder.paths import DesiredAdapters, RunFolder, read_desired, write_desired
 from areal_lora.service.queue.client_sessions import Phases, carried_out, expire, leave
 from areal_lora.service.queue.queue_rows import Tables
 from areal_lora.service.queue.queue_store import Store, Transaction
@@ -43,8 +42,8 @@ class Writer:
     def __init__(self, store: Store, run_folder: RunFolder, phases: Callable[[], Phases]) -> None:
         self._store, self._folder, self._phases = store, run_folder, phases
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._repair()
-        self._desired = self.tables.generation  # of the desired state that is written
+        self._written: object = None  # the adapters of the desired state in its file, as the tables have them
+        self._write_desired()
         self._thread = watched_thread("service-writer", self._run)
 
     @property
@@ -66,7 +65,7 @@ class Writer:
 
     async def settle(self) -> None:
         """Stop counting the operations that the run has carried out, and write a desired state that is missing."""
-        if self._desired != self.tables.generation or carried_out(self.tables, self._phases()):
+        if self._written is not self.tables.adapters or carried_out(self.tables, self._phases()):
             with contextlib.suppress(Unavailable):  # the next call repeats it
                 await self._in_thread(self._settle)
 
@@ -98,9 +97,9 @@ class Writer:
         return await asyncio.wrap_future(future)
 
     def _change(self, work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
-        before = self.tables.generation
+        before = self.tables.adapters
         changed = self._store.change(work, now_s)
-        if self.tables.generation != before:
+        if self.tables.adapters is not before:
             reached("service.committed")
             with contextlib.suppress(Unavailable):  # the change is durable; `settle` repeats it
                 self._write_desired()
@@ -108,37 +107,28 @@ class Writer:
         return changed
 
     def _write_desired(self) -> None:
-        """Write the desired state of the tables unless the file has it. Raises Unavailable."""
-        wanted = self.tables.desired()
-        if self._desired == wanted.generation:
+        """Write the desired state of the tables unless the file has it, if only of an attempt that failed afterwards.
+
+        Raises Unavailable.
+        """
+        adapters = self.tables.adapters
+        if adapters is self._written:
             return
+        wanted, path = self.tables.desired(), self._folder.desired
         try:
-            if read_desired(self._folder) != wanted:  # else an attempt failed after the file was in its place
-                write_desired(self._folder, wanted)
+            there = read_desired(self._folder)
+            if there.adapters != wanted or not path.exists():
+                write_desired(self._folder, DesiredAdapters(generation=there.generation + 1, adapters=wanted))
         except OSError as error:
-            log.warning("%s cannot be written, repeated soon: %s", self._folder.desired, error)
+            log.warning("%s cannot be written, repeated soon: %s", path, error)
             status = 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
-            raise Unavailable(status, f"{self._folder.desired.name} cannot be written: {error.strerror}") from error
-        self._desired = wanted.generation
+            raise Unavailable(status, f"{path.name} cannot be written: {error.strerror}") from error
+        self._written = adapters
 
     def _settle(self) -> None:
         self._write_desired()
         if done := carried_out(self.tables, self._phases()):
             self._store.change(lambda tx: tx.carried_out(done), time.time())
-
-    def _repair(self) -> None:
-        """Make the desired state that of the tables."""
-        wanted, there = self.tables.desired(), read_desired(self._folder)
-        if there.adapters == wanted.adapters and self._folder.desired.exists():
-            return
-        generation = max(there.generation, wanted.generation) + 1
-
-        def renumber(tx: Transaction) -> None:
-            tx.do("UPDATE meta SET generation = ?", generation)
-            tx.tables = replace(tx.tables, generation=generation)
-
-        self._store.change(renumber, time.time())
-        write_desired(self._folder, self.tables.desired())
 
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
