@@ -18,7 +18,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from areal_lora.errors import RequestError, Unavailable
-from areal_lora.operations.link import SendWindows, ServiceEnd
+from areal_lora.operations.link import ServiceEnd
 from areal_lora.operations.protocol import Acknowledgement, Durable, Expects, OperationCompletion, ToService
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
@@ -248,7 +248,7 @@ class RequestQueue:
 class Outbox:
     """The service's side of ordered delivery: sends rank 0 what is due of each adapter, stores what comes of it.
 
-    Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
+    Expects n              -> everything from n on is sent, at most `ordering.AHEAD` operations before their outcomes
     OperationCompletion n  -> it is stored, then acknowledged
     Durable n              -> the log is cut
 
@@ -256,7 +256,9 @@ class Outbox:
     """
 
     def __init__(self, run_folder: RunFolder, change: Change) -> None:
-        self._change, self._windows = change, SendWindows()
+        self._change = change
+        self._next: dict[str, int] = {}
+        """The number to send next, of each adapter that the trainer has named over this connection."""
         self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
         self.link = ServiceEnd(run_folder, self._incoming.put_nowait)
         self._due: set[str] = set()
@@ -274,14 +276,15 @@ class Outbox:
                     await self._until_done(kept)
                     reached("queue.acknowledging")
                     await self.link.send(Acknowledgement(adapter=adapter, number=number))
-                    self._windows.completed(adapter, number)
+                    if adapter in self._next:  # another connection may have sent it
+                        self._next[adapter] = max(self._next[adapter], number + 1)
                     self.moved(adapter)
                 case Durable(adapter=adapter, number=number):
                     await self._until_done(partial(sequencer.durable, adapter=adapter, number=number))
                 case Expects(adapter=adapter, number=number):
-                    self._windows.closed(adapter)
+                    self._next.pop(adapter, None)
                     if await self._until_done(partial(sequencer.expected, adapter=adapter, number=number)):
-                        self._windows.expected(adapter, number)
+                        self._next[adapter] = number
                         self.moved(adapter)
 
     async def pump(self) -> None:
@@ -290,14 +293,14 @@ class Outbox:
             self._wake.clear()
             due, self._due = self._due, set()
             for adapter in sorted(due):
-                if (window := self._windows.due(adapter)) is not None:
-                    start, limit = window
-                    to_send = partial(sequencer.to_send, adapter=adapter, start=start, limit=limit)
-                    for operation in await self._until_done(to_send):
-                        if not self._windows.sends(adapter, operation.number):
-                            break
-                        reached("queue.sending")
-                        await self.link.send(operation)
+                if (start := self._next.get(adapter)) is None:
+                    continue
+                for operation in await self._until_done(partial(sequencer.to_send, adapter=adapter, start=start)):
+                    if self._next.get(adapter) != operation.number:
+                        break  # the trainer was restarted meanwhile
+                    self._next[adapter] += 1
+                    reached("queue.sending")
+                    await self.link.send(operation)
 
     async def _until_done(self, work: Callable[[Transaction], T]) -> T:
         """As `RequestQueue.change`, repeated while the service's file is not available."""

@@ -64,20 +64,20 @@ def load(tx: Transaction, tenant: str, action: requests.Load) -> protocol.LoadSt
     return protocol.LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
 
 
-def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[protocol.Operation]:
-    """The operations from number ``start`` on, as the trainer is to carry them out."""
+def to_send(tx: Transaction, adapter: str, start: int) -> list[protocol.Operation]:
+    """The operations from number ``start`` on that are due, as the trainer is to carry them out."""
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
         return []
     kinds = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
     ops = [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in kinds]
+    first = next((op.number for op in ops if op.failed is None), model.next_number)
     found = tx.db.execute(
         "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
-        " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
-        (adapter, start, limit),
+        " WHERE o.adapter = ? AND o.number >= ? AND o.number < ? ORDER BY o.number",
+        (adapter, start, first + ordering.AHEAD),
     )
-    chosen: list[protocol.Operation] = []
-    n_bytes = 0
+    chosen, n_bytes = list[protocol.Operation](), 0
     for number, what, action in found:
         n_bytes += len(action or b"")
         if chosen and n_bytes > AT_ONCE_BYTES:

@@ -66,12 +66,12 @@ def test_data_are_kept_until_a_checkpoint_has_them() -> None:
     it.done(SCORED, SCORED)
     it.ledger.now_s += 10 * queue_writer.ANSWERED_S
     it.forget()
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1))
     assert [operation.what for operation in again] == [PASS.what, PASS.what], "the trainer may action for them again"
     it.submit(STEP)
     it.done(STEPPED)
     assert it.count("client_operations") == 3
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1))
     assert [operation.what for operation in again] == [PASS.what, PASS.what, STEP.what], "a step that was answered, too"
     it.durable()
     assert (
@@ -171,7 +171,7 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     with pytest.raises(RequestError):
         it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
     assert it.ledger.change(queue_writer.drop_states) == []
-    dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1, 9))
+    dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1))
     assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
 
 
@@ -211,7 +211,7 @@ def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_m
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", load))
     assert isinstance(answer, OperationFailure)
     assert "its disk is full" in answer.reason
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2))
     assert not [operation for operation in again if isinstance(operation.what, LoadState)]
 
 
@@ -241,7 +241,7 @@ def test_a_deleted_adapter_ends_its_model_and_its_states_stay() -> None:
     _, adapter = it.ledger.model(
         action=CreateModel(lora=None, load=Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
     )
-    [first] = it.ledger.change(lambda tx: to_send(tx, adapter, 1, 9))
+    [first] = it.ledger.change(lambda tx: to_send(tx, adapter, 1))
     assert first.what == LoadState(adapter=it.adapter, label="n1", optimizer=True)
 
 
@@ -294,7 +294,7 @@ def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begin
     it.seq -= 1
     it.durable()
     waits = it.submit(large)
-    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 3, 9))
+    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 3))
     assert isinstance(sent.what, Poison)
     assert "optim_step, or fewer data" in sent.what.reason
     it.done(OperationFailure(reason=sent.what.reason, by_client=True))
