@@ -3,7 +3,7 @@ answer, with what it leaves: saved states, sampling sessions.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import cast
 
 import msgspec
 
@@ -19,7 +19,6 @@ KEPT_FAILED = 512
 MAX_TTL_S = 10 * 366 * 86400.0
 AT_ONCE_BYTES = 32 << 20
 _what: Callable[[bytes], protocol.What] = msgspec.msgpack.Decoder(protocol.What).decode
-SaveAction: TypeAlias = requests.Save | requests.SaveForSampler
 
 log = get_logger(__name__)
 
@@ -157,10 +156,9 @@ def _operations(tx: Transaction, model: Model, action: object) -> list[protocol.
     match action:
         case requests.Train(what=what):
             return [what]
-        case requests.Save():
-            return [protocol.SaveState(label="")]  # `append` names it
-        case requests.SaveForSampler(in_flight=in_flight):
-            return [protocol.Publish()] if in_flight else [protocol.SaveState(label=""), protocol.Publish()]
+        case requests.Save(for_sampler=for_sampler, in_flight=in_flight):
+            kept: list[protocol.What] = [] if in_flight else [protocol.SaveState(label="")]  # `append` names it
+            return [*kept, protocol.Publish()] if for_sampler else kept
         case requests.Load():
             try:
                 return [load(tx, model.tenant, action)]
@@ -286,15 +284,13 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
     match action:
         case requests.Load():
             load(tx, model.tenant, action)
-        case requests.Save(name=name, overwrite=overwrite, ttl_s=ttl_s):
-            check_ttl(ttl_s)
-            _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
-        case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
-            check_ttl(ttl_s)
-            if (name is None) == (seq is None):
-                raise RequestError("path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+        case requests.Save(name=name, sampler_seq=seq):
+            check_ttl(action.ttl_s)
+            if (name is None) == (seq is None) or (seq is None and action.in_flight):
+                reason = "it needs a path or a sampling_session_seq_id, and an inflight one the latter"
+                raise RequestError("path", reason, "give one of the two")
             if name is not None:
-                _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
+                _check_name(tx, model, _kind(action), name, action.overwrite)
 
 
 def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
@@ -339,7 +335,7 @@ def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome
     if failed is None:
         give(tx, request, _answer(tx, model, action, numbers, outcomes))
         return
-    if isinstance(action, SaveAction):
+    if isinstance(action, requests.Save):
         for number, outcome in zip(numbers, outcomes):
             if isinstance(outcome, protocol.StateResult):  # it belongs to no one
                 drop_label(tx, model.adapter, f"n{number}")
@@ -367,9 +363,9 @@ def _answer(
             return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
         case requests.Load(path=path):
             return requests.ActionResult(model=model.model, path=path)
-        case requests.Save() | requests.SaveForSampler(name=str()):
+        case requests.Save(sampler_seq=None):
             return requests.ActionResult(path=_save(tx, model, action, numbers[0], outcomes))
-        case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
+        case requests.Save(sampler_seq=int(seq), in_flight=in_flight):
             made = SamplingSession(
                 sampler=sampler_id(model.session, seq),
                 tenant=model.tenant,
@@ -383,9 +379,13 @@ def _answer(
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
 
 
-def _save(tx: Transaction, model: Model, action: SaveAction, number: int, outcomes: list[protocol.Outcome]) -> str:
+def _kind(action: requests.Save) -> Kind:
+    return Kind.SAMPLER if action.for_sampler else Kind.WEIGHTS
+
+
+def _save(tx: Transaction, model: Model, action: requests.Save, number: int, outcomes: list[protocol.Outcome]) -> str:
     """Note the saved state; one of this name that was there before is dropped."""
-    kind = Kind.WEIGHTS if isinstance(action, requests.Save) else Kind.SAMPLER
+    kind = _kind(action)
     name = action.name or f".{number}"  # clients' names do not start with a dot
     kept, published = outcomes[0], outcomes[-1]
     assert isinstance(kept, protocol.StateResult)

@@ -232,9 +232,11 @@ def _save(body: sdk_bodies.SaveWeights) -> requests.Save:
     return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
 
 
-def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.SaveForSampler:
-    return requests.SaveForSampler(
+def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.Save:
+    return requests.Save(
+        for_sampler=True,
         name=body.path,
+        overwrite=True,
         sampler_seq=body.sampling_session_seq_id if body.path is None else None,
         in_flight=body.kind == "inflight",
         ttl_s=body.ttl_seconds,

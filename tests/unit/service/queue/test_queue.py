@@ -19,16 +19,7 @@ from areal_lora.service.queue.queue import SHARED_S
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
-from areal_lora.service.queue.requests import (
-    ActionResult,
-    CreateModel,
-    Load,
-    Lora,
-    Pending,
-    Save,
-    SaveForSampler,
-    Train,
-)
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Lora, Pending, Save, Train
 from tests.support.operations.scripted_trainer import scores
 from tests.support.service.queue import LORA, QUOTA, STEP, WAIT_S, Town, accept, tokens, town, until
 
@@ -120,12 +111,12 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             session = model.partition(":")[0]
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
             assert await it.queue.serve("acme", base) == ""
-            opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+            opened = await it.asked(model, 1, Save(for_sampler=True, sampler_seq=0))
             assert isinstance(opened, ActionResult)
             assert await it.queue.serve("acme", opened.sampler) == f"{adapter}@v0"
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
-            flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
+            flying = await it.asked(model, 4, Save(for_sampler=True, sampler_seq=1, in_flight=True))
             assert isinstance(flying, ActionResult)
             assert await it.queue.serve("acme", flying.sampler) == adapter
             await asyncio.sleep(2 * SHARED_S)
@@ -444,7 +435,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
             for n in range(12):
                 model = await it.model()
                 session = model.partition(":")[0]
-                opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+                opened = await it.asked(model, 1, Save(for_sampler=True, sampler_seq=0))
                 assert isinstance(opened, ActionResult)
                 await it.queue.serve("acme", opened.sampler)
                 await it.queue.end_session("acme", session)
@@ -531,7 +522,7 @@ def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp
         async with town(tmp_path / "run") as it:
             model = await it.model()
             await it.asked(model, 1, tokens(1, 2))
-            for seq, action in ((2, Save(name="no/name")), (3, SaveForSampler(name="a" * 101))):
+            for seq, action in ((2, Save(name="no/name")), (3, Save(for_sampler=True, name="a" * 101))):
                 answer = await it.asked(model, seq, action)
                 assert isinstance(answer, OperationFailure)
                 assert answer.by_client

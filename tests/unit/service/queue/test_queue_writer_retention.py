@@ -20,7 +20,7 @@ from areal_lora.operations.protocol import (
 )
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
 from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
-from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, SaveForSampler, Train
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
 from tests.support.service.ledger import QUOTA, Ledger
 
@@ -39,7 +39,7 @@ class World:
         self.ledger.change(lambda tx: expected(tx, self.adapter, 1))
         self.seq = self.number = 0
 
-    def submit(self, action: Train | Save | SaveForSampler | Load) -> str:
+    def submit(self, action: Train | Save | Load) -> str:
         self.seq += 1
         return self.ledger.change(lambda tx: submit(tx, "acme", self.model, self.seq, "f", action))
 
@@ -149,7 +149,7 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
 
 def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     it = World()
-    it.submit(SaveForSampler(sampler_seq=0))
+    it.submit(Save(for_sampler=True, sampler_seq=0))
     it.done(KEPT, PublishResult(version=0))
     it.submit(Save(name="named"))
     it.done(KEPT)
@@ -184,6 +184,15 @@ def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() 
     it.done(KEPT)
     assert [row[0] for row in it.ledger.db.execute("SELECT label FROM saved_states")] == ["n2"]
     assert it.ledger.db.execute("SELECT label FROM dropped_states").fetchall() == [("n1",)]
+
+
+def test_a_save_in_flight_has_no_name() -> None:
+    """Nothing is kept of it, so its outcome would be that of no state."""
+    it = World()
+    waits = it.submit(Save(for_sampler=True, name="one", in_flight=True))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    assert "inflight" in answer.reason
 
 
 def test_saved_states_have_a_quota() -> None:
