@@ -57,7 +57,7 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     request = f"{model_id}:unload"
     if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
         leave(tx, tx.model(tenant, model_id), "the model was unloaded")
-        insert(tx, tenant, request, model_id, 0, "", b"", held=False)
+        insert(tx, tenant, request, model_id, 0, "", b"")
         give(tx, request, ActionResult(model=model_id, unloaded=True))
     return request
 
@@ -83,7 +83,7 @@ def insert_model(
         return
     row = _insert_adapter(tx, tenant, adapter)
     MODELS.insert(tx.db, rows.Model.of(row, model=model, session=session, lora=lora, notes=action.notes))
-    insert(tx, tenant, request, model, 0, mark, encode(action), held=False)
+    insert(tx, tenant, request, model, 0, mark, encode(action))
     if action.load is not None:
         append(tx, row.key, request, load(tx, tenant, action.load))
 

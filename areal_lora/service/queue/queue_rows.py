@@ -264,7 +264,7 @@ CREATE TABLE answers (
 );
 CREATE TABLE requests (
     request TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, owner TEXT NOT NULL, seq INTEGER NOT NULL,
-    fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL, held INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL,
     answer BLOB, answered_s REAL, fetched_s REAL
 );
 CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL;

@@ -140,7 +140,7 @@ MAX_ENDED = 1024
 
 def seal(tx: Transaction) -> None:
     """Go past requests that never came."""
-    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
+    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests WHERE owner = model AND seq >= next_seq AND answer IS NULL)"
     for model in tx.models(waits):
         promote(tx, model)
 

@@ -25,7 +25,8 @@ log = get_logger(__name__)
 
 def promote(tx: Transaction, model: Model) -> None:
     """Give numbers to the requests of ``model`` whose turn has come."""
-    held = dict(tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model))
+    waiting = "SELECT seq, at_s FROM requests WHERE owner = ? AND seq >= ? AND answer IS NULL"
+    held = dict(tx.rows(waiting, model.model, model.next_seq))
     start = model.next_seq
     if (after_gap := ordering.sealed(start, held, tx.now_s)) is not None:
         missing = f"request {start}" if after_gap == start + 1 else f"requests {start} to {after_gap - 1}"
@@ -40,7 +41,6 @@ def promote(tx: Transaction, model: Model) -> None:
             case decoded:
                 for what in _operations(tx, model, decoded):
                     append(tx, model.adapter, request, what)
-        tx.do("UPDATE requests SET held = 0 WHERE request = ?", request)
         start = seq + 1
     tx.do("UPDATE models SET next_seq = ? WHERE model = ?", start, model.model)
 
@@ -224,7 +224,8 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
         wrong = str(refused)
         poison = requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
         action = poison if isinstance(action, requests.Load) else requests.Refuse(reason=wrong)
-    held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
+    later = "SELECT seq FROM requests WHERE owner = ? AND seq >= ? AND answer IS NULL"
+    held = [row[0] for row in tx.rows(later, model_id, model.next_seq)]
     data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
     if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
         n_bytes = len(data)
@@ -232,7 +233,7 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
         if wrong and not others.queued and not _behind(tx, tenant):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
     ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
-    insert(tx, tenant, request, model_id, seq, mark, data, held=True)
+    insert(tx, tenant, request, model_id, seq, mark, data)
     promote(tx, model)
     return request
 
@@ -246,23 +247,21 @@ def known(tx: Transaction, request: str, mark: str) -> bool:
     return row is not None
 
 
-def insert(
-    tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes, *, held: bool
-) -> None:
+def insert(tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes) -> None:
     names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": mark}
-    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s, held=held)
+    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s)
 
 
 def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | requests.Pending, str]:
     """The answer of a request, or why there is none yet, and its adapter. Raises RequestError for another tenant's."""
-    row = tx.row("SELECT answer, held, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
+    row = tx.row("SELECT answer, seq, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
     if row is None:
         raise unknown("request_id", "request", request)
-    answer, held, owner = row
+    answer, seq, owner = row
     if answer is not None:
         return requests.decode_answer(answer), ""
     [model] = tx.models("model = ?", owner)
-    if held:
+    if seq >= model.next_seq:
         return requests.Pending(reason="a request of the model with a lower number has not come yet"), model.adapter
     return requests.Pending(reason="the trainer has not carried it out yet"), model.adapter
 
@@ -315,7 +314,7 @@ def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
     again without data.
     """
     needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request AND o.failed = 0)"
-    given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
+    given = f"answer = ?, answered_s = ?, action = CASE WHEN {needed} THEN action END"
     sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
     tx.do(sql, requests.encode(answer), tx.now_s, request)
     tx.answered.add(request)
