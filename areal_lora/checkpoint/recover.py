@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,19 +76,21 @@ class AdapterResume:
     def ref(self) -> AdapterRef:
         return AdapterRef(name=self.adapter, version=self.newest.manifest.version if self.newest else 0)
 
-    def check(self) -> None:
-        """Raises CheckpointError if all checkpoints are broken: a resume would silently restart the adapter."""
-        if self.newest is None and self.broken:
-            raise CheckpointError(
-                f"no checkpoint of {self.adapter!r} can be used: "
-                + "; ".join(f"{b.path}: {b.reason}" for b in self.broken)
-                + " (fix: restore one of them, or start over with --fresh)"
-            )
-
     def lines(self) -> Iterator[str]:
         instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
         for broken in self.broken:
             yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"
+
+
+def check_usable(plan: Iterable[AdapterResume]) -> None:
+    """Raises CheckpointError if an adapter's checkpoints are all broken: a resume would silently restart it."""
+    for each in plan:
+        if each.newest is None and each.broken:
+            raise CheckpointError(
+                f"no checkpoint of {each.adapter!r} can be used: "
+                + "; ".join(f"{b.path}: {b.reason}" for b in each.broken)
+                + " (fix: restore one of them, or start over with --fresh)"
+            )
 
 
 def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> list[AdapterResume]:
@@ -133,9 +135,8 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
 
 def check_present(run_folder: RunFolder, config: Config) -> None:
     """Raise CheckpointError if an adapter has taken steps and has no checkpoint. Cheap, unlike `explain`."""
-    for adapter in config.adapters:
-        if not versions_in(run_folder.adapter_checkpoints(adapter.name)):
-            find(run_folder, adapter.name).check()
+    bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
+    check_usable(find(run_folder, name) for name in bare)
 
 
 def _vanished(root: Path) -> list[BrokenCheckpoint]:
@@ -192,18 +193,19 @@ def check_compatible(found: WholeCheckpoint, adapter: AdapterConfig, index: int,
         )
 
 
-def tidy(resume: AdapterResume, disk: state.Disk) -> None:
+def tidy(plan: Iterable[AdapterResume], disk: state.Disk) -> None:
     """Remove leftovers, and rename broken checkpoints so that new ones can use their names.
 
     Raises OSError. Only one process may call this, while no other process writes.
     """
-    for path in resume.leftovers:
-        disk.remove(path)
-    for broken in resume.broken:
-        if broken.path.is_dir():
-            aside = broken.path.with_name(BROKEN_PREFIX + broken.path.name)
-            disk.remove(aside)
-            disk.rename(broken.path, aside)
+    for adapter in plan:
+        for path in adapter.leftovers:
+            disk.remove(path)
+        for broken in adapter.broken:
+            if broken.path.is_dir():
+                aside = broken.path.with_name(BROKEN_PREFIX + broken.path.name)
+                disk.remove(aside)
+                disk.rename(broken.path, aside)
 
 
 NEWEST, BEST = "newest", "best"

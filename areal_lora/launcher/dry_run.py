@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_lora.checkpoint.recover import AdapterResume, explain
+from areal_lora.checkpoint.recover import AdapterResume, check_usable, explain
 from areal_lora.config import recorded
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
@@ -345,8 +345,7 @@ def explain_resume(config: Config) -> Iterator[str]:
     model = Path(config.model.folder)
     base_is_here = model.is_dir() and not (config.model.commit is not None and recorded.missing_files(model))
     plan = explain(folder, config, base_is_here=base_is_here)
-    for adapter in plan:
-        adapter.check()
+    check_usable(plan)
     yield f"The run in {folder} would resume."
     if not base_is_here:
         yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"

@@ -24,11 +24,9 @@ from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
-from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.types import AdapterPhase
 
@@ -40,7 +38,7 @@ LAPSE_S = 10.0
 SHARED_S = 0.25
 FAILED_S = 10.0  # an adapter that has failed may still have outcomes on their way
 T = TypeVar("T")
-Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
+Accept = Callable[[str, str, Lora, Quota], client_sessions.AdapterRequest]
 """Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises RequestError."""
 
 
@@ -49,7 +47,7 @@ class RequestQueue:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: queue_writer.Writer,
         run_folder: RunFolder,
         accept: Accept,
         around: Surroundings,

@@ -80,7 +80,7 @@ class Sdk:
             "load_weights": (sdk_bodies.LoadWeights, self.load),
         }
         posts: dict[str, http.Handler] = {
-            "client/config": self.config,
+            "client/config": _config,
             "client/dynamic_config": partial(_constant, DYNAMIC),
             "telemetry": partial(_constant, {"status": "accepted"}, long=True),  # it is not kept
             "cancel_future": partial(_constant, {}),
@@ -103,10 +103,6 @@ class Sdk:
                 for method in methods.split()
             ),
         ]
-
-    async def config(self, request: Request, caller: http.Caller) -> http.Answered:
-        await http.body_of(request, caller)
-        return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
 
     async def create_session(self, caller: http.Caller, body: sdk_bodies.CreateSession, mark: str) -> http.Answered:
         http.notes_of(body.user_metadata)
@@ -207,6 +203,11 @@ def _json(verb: str, kind: type[Any], handle: JsonHandler) -> http.Handler:
         return await handle(caller, http.sdk_decoded(body, kind), http.fingerprint(verb, body))
 
     return handler
+
+
+async def _config(request: Request, caller: http.Caller) -> http.Answered:
+    await http.body_of(request, caller)
+    return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
 
 
 async def _constant(

@@ -25,7 +25,7 @@ from areal_lora.checkpoint import state as saved
 from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
-from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint, explain, tidy
+from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint, check_usable, explain, tidy
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.store import Exchange
@@ -305,11 +305,9 @@ def chosen(plan: Sequence[AdapterResume], config: Config) -> list[str]:
             log.warning("%s", line)
         if adapter.newest is not None:
             log.info("%s", _resumed(adapter.ref, adapter.newest, config))
-    for adapter in plan:
-        adapter.check()
+    check_usable(plan)
     try:
-        for adapter in plan:
-            tidy(adapter, saved.Disk())
+        tidy(plan, saved.Disk())
     except OSError as e:
         raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e
     return [str(a.newest.path) if a.newest else "" for a in plan]

@@ -150,7 +150,7 @@ def test_every_write_is_torn_once_and_the_checkpoint_before_is_used(tmp_path: Pa
             line = next(iter(plan.lines()))
             assert "v000001" in line
             assert "v000000 is used instead" in line
-            tidy(plan, Disk())
+            tidy([plan], Disk())
             assert write(stores(folder), 1) == [None, None]
             assert read_back(folder)[0] == 1
         else:
