@@ -79,7 +79,7 @@ def insert_model(
     model = rows.model_id(session, model_seq)
     request = f"{model}:create"
     tx.session(tenant, session)
-    if known(tx, request, mark):
+    if known(tx, request, mark) or tx.count("models WHERE model = ?", model):  # requests are forgotten earlier
         return
     row = _insert_adapter(tx, tenant, adapter)
     MODELS.insert(tx.db, rows.Model.of(row, model=model, session=session, lora=lora, notes=action.notes))

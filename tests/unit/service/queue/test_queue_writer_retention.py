@@ -19,10 +19,17 @@ from areal_lora.operations.protocol import (
     StepResult,
 )
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
+from areal_lora.service.queue.client_sessions import (
+    AdapterRequest,
+    end_session,
+    insert_model,
+    open_sampler,
+    served,
+    unload,
+)
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
-from tests.support.service.ledger import QUOTA, Ledger
+from tests.support.service.ledger import LORA, QUOTA, Ledger
 
 PASS = Train(what=Pass(data=(), loss=Loss.DRO))
 STEP = Train(what=OptimStep(lr=1.0))
@@ -289,6 +296,17 @@ def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
     assert it.ledger.change(lambda tx: tx.state("acme", f"tinker://{it.model}/weights/one"))
     with pytest.raises(RequestError):
         it.ledger.change(lambda tx: unload(tx, "bolt", it.model))
+
+
+def test_a_model_is_made_once_also_when_its_request_is_forgotten() -> None:
+    it = World()
+    it.ledger.change(lambda tx: unload(tx, "acme", it.model))
+    it.ledger.db.execute("DELETE FROM requests")
+    session, adapter = it.model.partition(":")[0], AdapterRequest(name="again", rank=4, weight=1.0, settings={})
+    action = CreateModel(lora=LORA)
+    it.ledger.change(lambda tx: insert_model(tx, "acme", adapter, session, 0, "f", action, LORA))
+    assert it.count("models") == 1
+    assert not it.ledger.tables.of("acme")
 
 
 def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
