@@ -121,8 +121,10 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
-    """As `RequestQueue.serve`; the state if that needs an adapter of its own."""
+def served(
+    tx: Transaction, tenant: str, sampler_id: str, missing: str | None
+) -> str | Pending | rows.SavedState | RequestError:
+    """As `RequestQueue.serve`; the state if that needs an adapter of its own, the error of one that leaves."""
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)
@@ -140,7 +142,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
             leave(tx, snapshot, snapshot.broken)
-            raise RequestError("sampling_session_id", snapshot.broken, "save the weights again")
+            return RequestError("sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
             return name

@@ -182,12 +182,14 @@ class RequestQueue:
         return await asyncio.shield(look_up)
 
     async def _serve(self, tenant: str, sampler: str, missing: str | None) -> str | Pending:
-        def served(tx: Transaction) -> tuple[str | Pending | SavedState, str | None]:
+        def served(tx: Transaction) -> tuple[str | Pending | SavedState | RequestError, str | None]:
             return client_sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
         if path is not None:
             self.placement.used_s[path] = self._now_s()
+        if isinstance(found, RequestError):
+            raise found
         if not isinstance(found, SavedState):
             return found
         loading = Pending(reason="the weights are loaded again", capacity=True)

@@ -23,6 +23,7 @@ from areal_lora.service.queue.client_sessions import (
     AdapterRequest,
     end_session,
     insert_model,
+    insert_snapshot,
     open_sampler,
     served,
     unload,
@@ -180,6 +181,25 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     assert it.ledger.change(queue_writer.drop_states) == []
     dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1))
     assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
+
+
+def test_a_snapshot_that_could_not_be_loaded_leaves_and_the_next_one_is_made_anew() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    state, session = it.ledger.change(lambda tx: tx.states("1"))[0], it.model.partition(":")[0]
+    sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, state.path))
+    adapter = AdapterRequest(name="snapshot-1", rank=4, weight=1.0, settings={})
+    it.ledger.change(lambda tx: insert_snapshot(tx, "acme", adapter, state))
+    key = it.ledger.tables.adapters["acme", "snapshot-1"].key
+    failed = OperationFailure(reason="it is torn", by_client=False)
+    it.ledger.change(lambda tx: expected(tx, key, 1))
+    it.ledger.change(lambda tx: completed(tx, key, 1, failed))
+    refused = it.ledger.change(lambda tx: served(tx, "acme", sampler, None))
+    assert isinstance(refused, RequestError)
+    assert refused.reason == "it is torn"
+    assert ("acme", "snapshot-1") not in it.ledger.tables.adapters
+    assert it.ledger.change(lambda tx: served(tx, "acme", sampler, None)) == state
 
 
 def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() -> None:
