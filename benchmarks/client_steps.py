@@ -21,7 +21,7 @@ import torch
 from areal_lora.checkpoint.state import PARTS, Disk
 from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import Store, put_tenant
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
 from areal_lora.types import AdapterPhase
@@ -42,7 +42,7 @@ async def measure(root: Path, disk: Disk) -> None:
     side.engine.padding = STATE_BYTES // 4 // len(PARTS)
     side.client.close()  # the queue takes its place
     store = Store(side.folder.service_tables, "run")
-    store.put_tenant("acme", QUOTA)
+    store.change(lambda tx: put_tenant(tx, "acme", QUOTA), time.time())
     writer = Writer(store, side.folder, dict)
     active = ObservedAdapter(phase=AdapterPhase.ACTIVE)
     around = Surroundings(seen=lambda _: active, phases=dict, configured=frozenset(), capacity=4)

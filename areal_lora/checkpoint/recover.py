@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,39 +76,28 @@ class AdapterResume:
     def ref(self) -> AdapterRef:
         return AdapterRef(name=self.adapter, version=self.newest.manifest.version if self.newest else 0)
 
-    @property
-    def lost(self) -> bool:
-        """Whether checkpoints were written and none can be used: a resume would silently restart the adapter."""
-        return self.newest is None and bool(self.broken)
-
     def lines(self) -> Iterator[str]:
         instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
         for broken in self.broken:
             yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePlan:
-    """Checkpoints that a start loads, in the order of the adapters."""
-
-    adapters: tuple[AdapterResume, ...]
-
-    def check(self) -> None:
-        """Raises CheckpointError if an adapter's checkpoints are all broken."""
-        for adapter in self.adapters:
-            if adapter.lost:
-                raise CheckpointError(
-                    f"no checkpoint of {adapter.adapter!r} can be used: "
-                    + "; ".join(f"{b.path}: {b.reason}" for b in adapter.broken)
-                    + " (fix: restore one of them, or start over with --fresh)"
-                )
+def check_usable(plan: Iterable[AdapterResume]) -> None:
+    """Raises CheckpointError if an adapter's checkpoints are all broken: a resume would silently restart it."""
+    for each in plan:
+        if each.newest is None and each.broken:
+            raise CheckpointError(
+                f"no checkpoint of {each.adapter!r} can be used: "
+                + "; ".join(f"{b.path}: {b.reason}" for b in each.broken)
+                + " (fix: restore one of them, or start over with --fresh)"
+            )
 
 
-def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> ResumePlan:
-    """Plan the checkpoints that a start loads, without any change on the disk. Reads the newest ones completely.
+def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> list[AdapterResume]:
+    """The checkpoints that a start loads, in the order of the adapters, without any change on the disk.
 
-    The base model is compared with that of the checkpoints only if ``base_is_here``. Raises ConfigError if ``config``
-    describes another adapter or base model than a checkpoint.
+    Reads the newest ones completely. The base model is compared with that of the checkpoints only if ``base_is_here``.
+    Raises ConfigError if ``config`` describes another adapter or base model than a checkpoint.
     """
     known = {adapter.name for adapter in config.adapters}
     # Of a service, adapters that have left keep theirs.
@@ -119,8 +108,8 @@ def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True)
                 f"{folder} holds checkpoints of {folder.name!r}, and no adapter has this name",
                 "give the adapter its name back, choose another run.name, or start over with --fresh",
             )
-    plan = ResumePlan(adapters=tuple(find(run_folder, adapter.name) for adapter in config.adapters))
-    for index, (adapter, found) in enumerate(zip(config.adapters, plan.adapters, strict=True)):
+    plan = [find(run_folder, adapter.name) for adapter in config.adapters]
+    for index, (adapter, found) in enumerate(zip(config.adapters, plan, strict=True)):
         if found.newest is not None:
             check_compatible(found.newest, adapter, index, base_digest(config.model.folder) if base_is_here else None)
     return plan
@@ -147,7 +136,7 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
 def check_present(run_folder: RunFolder, config: Config) -> None:
     """Raise CheckpointError if an adapter has taken steps and has no checkpoint. Cheap, unlike `explain`."""
     bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
-    ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
+    check_usable(find(run_folder, name) for name in bare)
 
 
 def _vanished(root: Path) -> list[BrokenCheckpoint]:
@@ -204,12 +193,12 @@ def check_compatible(found: WholeCheckpoint, adapter: AdapterConfig, index: int,
         )
 
 
-def tidy(plan: ResumePlan, disk: state.Disk) -> None:
+def tidy(plan: Iterable[AdapterResume], disk: state.Disk) -> None:
     """Remove leftovers, and rename broken checkpoints so that new ones can use their names.
 
     Raises OSError. Only one process may call this, while no other process writes.
     """
-    for adapter in plan.adapters:
+    for adapter in plan:
         for path in adapter.leftovers:
             disk.remove(path)
         for broken in adapter.broken:

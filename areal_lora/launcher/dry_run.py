@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_lora.checkpoint.recover import AdapterResume, explain
+from areal_lora.checkpoint.recover import AdapterResume, check_usable, explain
 from areal_lora.config import recorded
 from areal_lora.config.facts import machine_memory
 from areal_lora.config.models import Config
@@ -345,18 +345,18 @@ def explain_resume(config: Config) -> Iterator[str]:
     model = Path(config.model.folder)
     base_is_here = model.is_dir() and not (config.model.commit is not None and recorded.missing_files(model))
     plan = explain(folder, config, base_is_here=base_is_here)
-    plan.check()
+    check_usable(plan)
     yield f"The run in {folder} would resume."
     if not base_is_here:
         yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
     yield from (f"  changed: {line}" for line in recorded.changes(earlier.config, config))
-    versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
-    snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
+    versions = {adapter.adapter: adapter.ref.version for adapter in plan}
+    snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan if adapter.newest}
     groups = reconciliations(folder, config.run.name, versions, snapshots)
-    for adapter in plan.adapters:
+    for adapter in plan:
         yield from _adapter(adapter, steps[adapter.adapter])
         yield f"  prompt groups: {groups[adapter.adapter]}"
-    for path in (path for adapter in plan.adapters for path in adapter.leftovers):
+    for path in (path for adapter in plan for path in adapter.leftovers):
         yield f"  {path} was being written when a process died; it would be removed"
     yield "Nothing was started or changed."
 

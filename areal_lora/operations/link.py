@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 import zmq.asyncio
@@ -120,52 +119,3 @@ class ServiceEnd:
         with suppress(OSError):  # it is read again
             return read_endpoint(self._run_folder, ROLE, 0)
         return None
-
-
-AHEAD = 16
-"""Operations that an adapter is sent ahead of their outcomes."""
-
-
-@dataclass(slots=True)
-class _Position:
-    """``next`` is the number to send next, ``completed`` the newest one with an outcome."""
-
-    next: int
-    completed: int
-
-
-class SendWindows:
-    """Which numbers of each adapter are to be sent now, over one connection to rank 0 after another. Pure.
-
-    Starts where the trainer `Expects`; nothing is sent of an adapter that it has not named since the last one.
-    """
-
-    def __init__(self) -> None:
-        self._positions: dict[str, _Position] = {}
-
-    def expected(self, adapter: str, number: int) -> None:
-        self._positions[adapter] = _Position(number, number - 1)
-
-    def closed(self, adapter: str) -> None:
-        self._positions.pop(adapter, None)
-
-    def completed(self, adapter: str, number: int) -> None:
-        """The trainer has carried out ``number``, on whichever connection that was sent."""
-        if (at := self._positions.get(adapter)) is not None:
-            at.completed = max(at.completed, number)
-            at.next = max(at.next, number + 1)
-
-    def due(self, adapter: str) -> tuple[int, int] | None:
-        """The number from which on operations may be sent, and how many; None for none."""
-        at = self._positions.get(adapter)
-        if at is None or (limit := AHEAD - (at.next - 1 - at.completed)) <= 0:
-            return None
-        return at.next, limit
-
-    def sends(self, adapter: str, number: int) -> bool:
-        """Whether ``number`` is still what is to be sent next; it then counts as sent."""
-        at = self._positions.get(adapter)
-        if at is None or at.next != number:
-            return False  # the trainer was restarted meanwhile
-        at.next += 1
-        return True

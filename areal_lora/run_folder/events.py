@@ -1,5 +1,6 @@
 """Record of what the launcher did during a run: one JSON object per line in ``events.jsonl``."""
 
+import mmap
 import os
 import time
 from collections import Counter
@@ -13,8 +14,6 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 
 log = get_logger(__name__)
-
-BLOCK_BYTES = 1 << 16
 
 
 class JsonlSink:
@@ -72,21 +71,14 @@ def whole_lines(path: Path, end: int | None = None, at: int = 0) -> Iterator[byt
 
 
 def _cut_torn_tail(path: Path) -> None:
-    """Cut what follows the last line break. The file is read backwards from its end, block by block."""
-    if not path.exists():
+    """Cut what follows the last line break, which is searched backwards from the end of the file."""
+    if not path.exists() or not (size := path.stat().st_size):
         return
     with path.open("r+b") as file:
-        size = at = file.seek(0, os.SEEK_END)
-        while at:
-            start = max(0, at - BLOCK_BYTES)
-            file.seek(start)
-            found = file.read(at - start).rfind(b"\n")
-            if found >= 0:
-                at = start + found + 1
-                break
-            at = start
-        if at < size:
-            file.truncate(at)
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+        if end < size:
+            file.truncate(end)
 
 
 class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):

@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import stat
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,10 +39,10 @@ from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import DesiredAdapter, write_file
 from areal_lora.service.http import fingerprint
-from areal_lora.service.queue.client_sessions import AdapterRequest, check_name
-from areal_lora.service.queue.queue_rows import LOCAL, Key, Quota, Verb, digest_of, new_key
-from areal_lora.service.queue.queue_store import Store
-from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.queue.client_sessions import AdapterRequest, answered, check_name, create, operate
+from areal_lora.service.queue.queue_rows import LOCAL, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
+from areal_lora.service.queue.queue_store import Store, Transaction, put_key, put_tenant
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Lora
 from areal_lora.tasks.check import joining
 
@@ -171,8 +172,10 @@ class Acceptance:
         A repeated request is not checked again: its answer is the first one. Raises RequestError.
         """
         mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
-        if request and (known := await self._writer.answered(tenant, request, mark)) is not None:
-            return known
+        if request:
+            known, _ = await self._writer.change(lambda tx: answered(tx, tenant, request, mark))
+            if known is not None:
+                return known
         workflow = section.get("workflow")
         if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
             fix = "make a model with the SDK, or leave it out"
@@ -182,7 +185,12 @@ class Acceptance:
                 adapter = await asyncio.to_thread(self.of_operator, section)
             else:
                 adapter = await asyncio.to_thread(self.of_tenant, section, tenant, quota)
-        return await self._writer.operate(AdapterChange(tenant=tenant, fingerprint=mark, request=request, new=adapter))
+
+        def decide(tables: Tables) -> AdapterRow:
+            return create(tables, tenant, adapter, now_s=time.time())
+
+        answer, _ = await self._writer.change(lambda tx: operate(tx, tenant, Verb.CREATE, decide, request, mark))
+        return answer
 
     def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises RequestError."""
@@ -322,9 +330,12 @@ def admit_operator(store: Store, path: Path, quota: Quota) -> None:
     """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
     if not path.exists():
         write_file(path, f"{new_key()}\n", mode=0o600, durable=True)
-    tables = store.load()
-    if LOCAL not in tables.quotas:
-        store.put_tenant(LOCAL, quota)
     digest = digest_of(path.read_text(encoding="ascii").strip())
-    if (known := tables.keys.get(digest)) is None or not known.operator:
-        store.put_key(Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
+
+    def admit(tx: Transaction) -> None:
+        if LOCAL not in tx.tables.quotas:
+            put_tenant(tx, LOCAL, quota)
+        if (known := tx.tables.keys.get(digest)) is None or not known.operator:
+            put_key(tx, Key(digest=digest, tenant=LOCAL, label="operator", operator=True))
+
+    store.change(admit, time.time())

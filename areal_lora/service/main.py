@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import sys
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from starlette.responses import Response
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
-from areal_lora.errors import RequestError, Unavailable
+from areal_lora.errors import RequestError
 from areal_lora.network.http_server import CLOSE_S, HttpServer, listening, unless_disconnected
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
@@ -41,12 +41,12 @@ from areal_lora.service import http
 from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admit_operator, api_of
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
-from areal_lora.service.queue.client_sessions import unknown_adapter
+from areal_lora.service.queue.client_sessions import changed, operate, unknown_adapter
 from areal_lora.service.queue.placement import PAGE, ObservedAdapter, RunObserver, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, TENANT, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
-from areal_lora.service.queue.queue_store import Store
-from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.queue.queue_store import Store, drop_key, put_key, put_tenant
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.routes import Sdk
 
 JSON = "application/json"
@@ -164,7 +164,7 @@ class Api:
             quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
             raise RequestError("quota", str(error), "name limits of a tenant, with numbers above 0") from None
-        await self.writer.administer(lambda store: store.put_tenant(body.tenant, quota))
+        await self.writer.change(lambda tx: put_tenant(tx, body.tenant, quota))
         return http.answer(_tenant_body(self.writer.tables, body.tenant), 201)
 
     async def put_key(self, request: Request, caller: http.Caller) -> http.Answered:
@@ -174,7 +174,7 @@ class Api:
         _check_name("label", label)
         key = new_key()
         row = Key(digest=digest_of(key), tenant=tenant, label=label)
-        await self.writer.administer(lambda store: store.put_key(row))
+        await self.writer.change(lambda tx: put_key(tx, row))
         return http.answer({"tenant": tenant, "label": label, "key": key}, 201)  # only its hash is kept
 
     async def drop_key(self, request: Request, caller: http.Caller) -> http.Answered:
@@ -183,15 +183,18 @@ class Api:
         mine = (key for key in self.writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
             raise RequestError("label", "there is no such key", "list the keys with GET /v1/tenants", status=404)
-        await self.writer.administer(lambda store: store.drop_key(tenant, label))
+        await self.writer.change(lambda tx: drop_key(tx, tenant, label))
         return {"tenant": tenant, "label": label}
 
     async def change(self, verb: Verb, request: Request, caller: http.Caller) -> http.Answered:
         name = request.path_params["name"]
         await http.body_of(request, caller)
-        mark, key = http.fingerprint(verb, name), http.idempotency_key(request)
-        order = AdapterChange(tenant=caller.tenant, name=name, verb=verb, fingerprint=mark, request=key)
-        acknowledged = await self.writer.operate(order)
+        mark, key, phases = http.fingerprint(verb, name), http.idempotency_key(request), self.observed.phases()
+
+        def decide(tables: Tables) -> AdapterRow:
+            return changed(tables, phases, caller.tenant, name, verb)
+
+        acknowledged, _ = await self.writer.change(lambda tx: operate(tx, caller.tenant, verb, decide, key, mark))
         reached("service.answering")
         return Response(acknowledged, media_type=JSON)
 
@@ -255,7 +258,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 ROLE = "service"
-PRUNE_S = 600.0
 HOST = "127.0.0.1"
 
 log = get_logger("areal_lora.service.main")  # __name__ is __main__ here
@@ -292,8 +294,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         inbox = FolderInbox(run_folder.inbox, lambda section, request: take_in(section, request=request))
         tasks = [
             watched_task("event-loop-ticks", heart.tick),
-            watched_task("metrics-tail", partial(_follow, observed, writer)),
-            watched_task("pruning", partial(_prune, observed, writer, around.configured)),
+            watched_task("metrics-tail", partial(_follow, observed, writer, around.configured)),
             watched_task("inbox", inbox.watch),
         ]
         await stop.wait()
@@ -305,20 +306,13 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         heart.stop()
 
 
-async def _follow(observed: RunObserver, writer: Writer) -> None:
-    """Read the run's records as they come, and note which operations it has carried out."""
+async def _follow(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
+    """Read the run's records as they come, and note which operations it has carried out, and what has left it."""
     while True:
         more = observed.look()
         await writer.settle()
-        await asyncio.sleep(0 if more else EVERY_S)
-
-
-async def _prune(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
-    while True:
-        with suppress(Unavailable):  # the next round repeats it
-            await writer.administer(Store.prune)
         observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})
-        await asyncio.sleep(PRUNE_S)
+        await asyncio.sleep(0 if more else EVERY_S)
 
 
 if __name__ == "__main__":

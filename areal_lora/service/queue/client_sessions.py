@@ -1,21 +1,25 @@
-"""Sessions, models, sampling sessions and samples of clients; and the adapters that serve snapshots."""
+"""Sessions, models, sampling sessions and samples of clients; and the adapters of tenants and of snapshots."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import LoadState, Publish
+from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue import queue_rows as rows
 from areal_lora.service.queue.queue_store import MODELS, SAMPLERS, SAMPLES, SESSIONS, Transaction
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Lora, Pending, encode
-from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, load
+from areal_lora.service.queue.sequencer import append, check_ttl, fail_open, forget, give, insert, known, load
 from areal_lora.types import AdapterPhase
 
 MAX_SESSIONS, MAX_SAMPLERS = 256, 4096  # of a tenant, at a time
 UNFETCHED_S = 86400.0
+MAX_ANSWERS = 1 << 14  # of a tenant, to idempotency keys
 
 
 def open_session(tx: Transaction, tenant: str, about: bytes) -> str:
@@ -38,11 +42,14 @@ def end_session(tx: Transaction, session: str) -> None:
 
 
 def leave(tx: Transaction, model: rows.Model, reason: str) -> None:
-    """The model is removed; its adapter is to leave."""
+    """The model is removed, and its adapter deleted."""
     tx.do("UPDATE models SET removed = 1 WHERE model = ?", model.model)
     fail_open(tx, model, reason)
     tx.do("DELETE FROM client_operations WHERE adapter = ?", model.adapter)
     tx.do("UPDATE requests SET action = NULL WHERE owner = ?", model.model)
+    row = tx.tables.adapters.get((model.tenant, model.name))
+    if row is not None and row.key == model.adapter:
+        tx.record(replace(row, wanted=DesiredPhase.DELETED))
 
 
 def unload(tx: Transaction, tenant: str, model_id: str) -> str:
@@ -50,29 +57,50 @@ def unload(tx: Transaction, tenant: str, model_id: str) -> str:
     request = f"{model_id}:unload"
     if not tx.count("requests WHERE request = ? AND tenant = ?", request, tenant):
         leave(tx, tx.model(tenant, model_id), "the model was unloaded")
-        insert(tx, tenant, request, model_id, 0, "", b"", held=False)
+        insert(tx, tenant, request, model_id, 0, "", b"")
         give(tx, request, ActionResult(model=model_id, unloaded=True))
     return request
 
 
 def insert_model(
-    tx: Transaction, row: rows.AdapterRow, session: str, model_seq: int, mark: str, action: CreateModel, lora: Lora
+    tx: Transaction,
+    tenant: str,
+    adapter: "AdapterRequest",
+    session: str,
+    model_seq: int,
+    mark: str,
+    action: CreateModel,
+    lora: Lora,
 ) -> None:
-    """The model whose adapter is ``row``, and the request that made it, with its fingerprint."""
+    """Make the model and its adapter, and keep the request that makes it; nothing if that was taken before.
+
+    Raises RequestError.
+    """
     model = rows.model_id(session, model_seq)
     request = f"{model}:create"
+    tx.session(tenant, session)
+    if known(tx, request, mark) or tx.count("models WHERE model = ?", model):  # requests are forgotten earlier
+        return
+    row = _insert_adapter(tx, tenant, adapter)
     MODELS.insert(tx.db, rows.Model.of(row, model=model, session=session, lora=lora, notes=action.notes))
-    insert(tx, row.tenant, request, model, 0, mark, encode(action), held=False)
+    insert(tx, tenant, request, model, 0, mark, encode(action))
     if action.load is not None:
-        append(tx, row.key, request, load(tx, row.tenant, action.load))
+        append(tx, row.key, request, load(tx, tenant, action.load))
 
 
-def insert_snapshot(tx: Transaction, row: rows.AdapterRow, state: rows.SavedState) -> None:
-    """The model that serves ``state``."""
+def insert_snapshot(tx: Transaction, tenant: str, adapter: "AdapterRequest", state: rows.SavedState) -> None:
+    """Make the model and the adapter that serve ``state``. Raises RequestError."""
+    row = _insert_adapter(tx, tenant, adapter)
     made = rows.Model.of(row, model=f"{row.name}:snapshot", session="", lora=state.lora, of_state=state.path)
     MODELS.insert(tx.db, made)
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
     append(tx, row.key, "", Publish())
+
+
+def _insert_adapter(tx: Transaction, tenant: str, adapter: "AdapterRequest") -> rows.AdapterRow:
+    row = create(tx.tables, tenant, adapter, now_s=tx.now_s)
+    tx.record(row)
+    return row
 
 
 def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str | None) -> str:
@@ -93,8 +121,10 @@ def open_sampler(tx: Transaction, tenant: str, session: str, seq: int, path: str
     return sampler
 
 
-def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -> str | Pending | rows.SavedState:
-    """As `RequestQueue.serve`; the state if that needs an adapter of its own."""
+def served(
+    tx: Transaction, tenant: str, sampler_id: str, missing: str | None
+) -> str | Pending | rows.SavedState | RequestError:
+    """As `RequestQueue.serve`; the state if that needs an adapter of its own, the error of one that leaves."""
     sampler = tx.sampler(tenant, sampler_id)
     if sampler.model is not None:
         model = tx.model(tenant, sampler.model)
@@ -112,7 +142,7 @@ def served(tx: Transaction, tenant: str, sampler_id: str, missing: str | None) -
     for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
         if snapshot.broken:
             leave(tx, snapshot, snapshot.broken)
-            raise RequestError("sampling_session_id", snapshot.broken, "save the weights again")
+            return RequestError("sampling_session_id", snapshot.broken, "save the weights again")
         name = f"{snapshot.adapter}@v{snapshot.published}"
         if snapshot.published is not None and name != missing:
             return name
@@ -215,7 +245,7 @@ def create(tables: rows.Tables, tenant: str, request: AdapterRequest, *, now_s: 
     return rows.AdapterRow(
         tenant=tenant,
         name=request.name,
-        incarnation=max(tables.highest.get((tenant, request.name), 0), tables.forgotten.get(tenant, 0)) + 1,
+        incarnation=tables.deleted.get(tenant, 0) + 1,
         wanted=DesiredPhase.ACTIVE,
         settings=request.settings,
         created_s=now_s,
@@ -231,25 +261,55 @@ def changed(tables: rows.Tables, phases: Phases, tenant: str, name: str, verb: r
         _check_queue(tables, tenant)  # what takes work away is always taken
         if (phase := phases.get(row.key)) in OVER:
             raise RequestError("name", f"{name!r} is {phase}: it takes no further steps", "create another adapter")
-    return replace(row, wanted=WANTED[verb])
+    return replace(row, wanted=WANTED[verb], open=row.open + 1)
 
 
 def _check_queue(tables: rows.Tables, tenant: str) -> None:
     limit = tables.quotas[tenant].operations
-    if sum(each.tenant == tenant for each in tables.open) >= limit:
+    if sum(row.open for row in tables.of(tenant)) >= limit:
         reason = f"{limit} operations wait for the run, and that is the quota"
         raise RequestError("operations", reason, "wait until the run has carried some out", status=429)
 
 
-def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.OpenOperation]:
-    """Operations that the run has carried out: its adapter is what the newest of them wants."""
-    done = []
-    for each in tables.open:
-        row = tables.adapters.get((each.tenant, each.name))
-        deleted = row is None or row.incarnation != each.incarnation  # nothing of it is wanted any more
-        if row is None or deleted or phases.get(row.key) in CARRIED_OUT[row.wanted]:
-            done.append(each)
-    return done
+def carried_out(tables: rows.Tables, phases: Phases) -> list[rows.AdapterRow]:
+    """Adapters with open operations that the run has carried out: they are what the newest of these wants."""
+    return [row for row in tables.adapters.values() if row.open and phases.get(row.key) in CARRIED_OUT[row.wanted]]
+
+
+def answered(tx: Transaction, tenant: str, request: str, fingerprint: str) -> bytes | None:
+    """The answer that the tenant's idempotency key had; None without. Raises RequestError for another request."""
+    found = tx.row("SELECT fingerprint, answer FROM answers WHERE tenant = ? AND request = ?", tenant, request)
+    if found is not None and found[0] != fingerprint:
+        reason = "this key came with another request before"
+        raise RequestError("Idempotency-Key", reason, "use a new key for every operation")
+    return None if found is None else found[1]
+
+
+def operate(
+    tx: Transaction,
+    tenant: str,
+    verb: rows.Verb,
+    decide: Callable[[rows.Tables], rows.AdapterRow],
+    request: str,
+    fingerprint: str,
+) -> bytes:
+    """The answer to a tenant's operation, which makes an adapter what ``decide`` returns. Raises RequestError.
+
+    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused.
+    """
+    if request and (found := answered(tx, tenant, request, fingerprint)) is not None:
+        return found
+    row = decide(tx.tables)
+    # The run carries it out as soon as it can; GET shows when.
+    body = {"name": row.name, "incarnation": row.incarnation, "verb": verb, "wanted": row.wanted}
+    answer = msgspec.json.encode(body)
+    reached("service.decided")
+    tx.record(row)
+    if request:
+        tx.insert("answers", tenant=tenant, request=request, fingerprint=fingerprint, answer=answer)
+        old = "SELECT rowid FROM answers WHERE tenant = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+        tx.do(f"DELETE FROM answers WHERE rowid IN ({old})", tenant, MAX_ANSWERS)
+    return answer
 
 
 def unknown_adapter(name: str) -> RequestError:

@@ -17,6 +17,8 @@ from areal_lora.operations.protocol import Pass, Poison, What, ends_window
 from areal_lora.service.queue.queue_rows import Quota
 
 GAP_S = 360.0  # clients repeat a request for up to five minutes
+AHEAD = 16
+"""Operations of an adapter from the first one without an outcome on that the trainer is sent."""
 
 
 class OpKind(StrEnum):

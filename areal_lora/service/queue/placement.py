@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -28,9 +27,8 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.client_sessions import end_session, leave
-from areal_lora.service.queue.queue_rows import Verb
 from areal_lora.service.queue.queue_store import Transaction
-from areal_lora.service.queue.queue_writer import AdapterChange, Writer
+from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
@@ -203,11 +201,9 @@ class Placement:
                     leave(tx, each, "its place is needed")
 
             await self._change(evict)
-            await self.let_leave()
         elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
             log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
             await self._change(lambda tx: end_session(tx, session))
-            await self.let_leave()
         return self._places(tenant, waits=waits)
 
     async def make_room_for_waiting(self) -> None:
@@ -220,17 +216,6 @@ class Placement:
                 async with self.lock:
                     await self.make_room(row.tenant, waits=True)
                 return
-
-    async def let_leave(self) -> None:
-        """Take adapters of models that were removed out of the desired state."""
-        keys = msgspec.json.encode([row.key for row in self._writer.tables.adapters.values()]).decode()
-        removed = "removed = 1 AND adapter IN (SELECT value FROM json_each(?))"
-        for model in await self._change(lambda tx: tx.models(removed, keys)):
-            try:
-                await self._writer.operate(AdapterChange(tenant=model.tenant, name=model.name, verb=Verb.DELETE))
-            except RequestError as error:
-                if error.status != HTTPStatus.NOT_FOUND:  # else another caller has taken it out meanwhile
-                    raise
 
     async def _silent_with_models(self) -> list[tuple[str, str]]:
         if not (silent := self._heartbeats.silent(DEAD_S)):

@@ -11,24 +11,22 @@ import asyncio
 import secrets
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from areal_lora.errors import RequestError, Unavailable
-from areal_lora.operations.link import SendWindows, ServiceEnd
+from areal_lora.operations.link import ServiceEnd
 from areal_lora.operations.protocol import Acknowledgement, Durable, Expects, OperationCompletion, ToService
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
 from areal_lora.service.queue.queue_rows import Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
-from areal_lora.service.queue.queue_writer import AdapterChange, Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
 from areal_lora.types import AdapterPhase
 
@@ -40,7 +38,7 @@ LAPSE_S = 10.0
 SHARED_S = 0.25
 FAILED_S = 10.0  # an adapter that has failed may still have outcomes on their way
 T = TypeVar("T")
-Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
+Accept = Callable[[str, str, Lora, Quota], client_sessions.AdapterRequest]
 """Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises RequestError."""
 
 
@@ -49,7 +47,7 @@ class RequestQueue:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: queue_writer.Writer,
         run_folder: RunFolder,
         accept: Accept,
         around: Surroundings,
@@ -57,8 +55,7 @@ class RequestQueue:
     ) -> None:
         self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
         self._outbox = Outbox(run_folder, self.change)
-        self._answered: dict[str, asyncio.Event] = {}
-        self._waiting: Counter[str] = Counter()
+        self._answered: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # waiters keep them
         self._fetched: set[str] = set()
         self.dropped_samples: set[str] = set()
         """Forgotten soon, not at once: until then a restart may sample them in vain."""
@@ -91,8 +88,9 @@ class RequestQueue:
         self._heartbeats.ended(tx.ended)
         for path in tx.forgotten:
             self.placement.used_s.pop(path, None)
-        for request in tx.answered & self._answered.keys():
-            self._answered[request].set()
+        for request in tx.answered:
+            if (event := self._answered.get(request)) is not None:
+                event.set()
         for adapter in tx.moved:
             self._outbox.moved(adapter)
         return result
@@ -109,7 +107,6 @@ class RequestQueue:
 
     async def end_session(self, tenant: str, session: str) -> None:
         await self.change(lambda tx: client_sessions.end_session(tx, tx.session(tenant, session).session))
-        await self.placement.let_leave()
 
     async def create_model(self, tenant: str, session: str, model_seq: int, mark: str, action: CreateModel) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
@@ -129,20 +126,15 @@ class RequestQueue:
             return request
         name, quota = f"{session}-{model_seq}", self._writer.tables.quotas[tenant]
         adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
-        also = partial(
-            client_sessions.insert_model, session=session, model_seq=model_seq, mark=mark, action=action, lora=lora
-        )
+        model = (session, model_seq, mark, action, lora)
         async with self.placement.lock:
             await self.placement.make_room(tenant)
-            change = AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also)
-            await self._writer.operate(replace(change, fingerprint=mark, request=f"\n{request}"))
+            await self.change(lambda tx: client_sessions.insert_model(tx, tenant, adapter, *model))
         return request
 
     async def unload(self, tenant: str, model: str) -> str:
         """The model's adapter leaves; saved states stay. Returns the request."""
-        request = await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
-        await self.placement.let_leave()
-        return request
+        return await self.change(lambda tx: client_sessions.unload(tx, tenant, model))
 
     async def submit(self, tenant: str, model: str, seq: int, mark: str, action: ModelAction) -> str:
         """Take a request of ``model``, or find it taken by its fingerprint ``mark``; returns its id (`ordering`)."""
@@ -152,21 +144,13 @@ class RequestQueue:
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
         self._heartbeats.received(request.partition(":")[0], tenant)  # as good as a heartbeat
-        deadline = time.monotonic() + wait_s
+        event = self._answered.setdefault(request, asyncio.Event())
         found = await self._look(tenant, request)
-        if isinstance(found, Pending) and wait_s > 0:
-            event = self._answered.setdefault(request, asyncio.Event())
-            self._waiting[request] += 1
-            try:
-                while isinstance(found := await self._look(tenant, request), Pending):
-                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                        await event.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._waiting[request] -= 1
-                if not self._waiting[request]:
-                    del self._waiting[request], self._answered[request]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while isinstance(found, Pending):
+                    await event.wait()
+                    found = await self._look(tenant, request)
         if not isinstance(found, Pending):
             self._fetched.add(request)
         return found
@@ -198,12 +182,14 @@ class RequestQueue:
         return await asyncio.shield(look_up)
 
     async def _serve(self, tenant: str, sampler: str, missing: str | None) -> str | Pending:
-        def served(tx: Transaction) -> tuple[str | Pending | SavedState, str | None]:
+        def served(tx: Transaction) -> tuple[str | Pending | SavedState | RequestError, str | None]:
             return client_sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
 
         found, path = await self.change(served)
         if path is not None:
             self.placement.used_s[path] = self._now_s()
+        if isinstance(found, RequestError):
+            raise found
         if not isinstance(found, SavedState):
             return found
         loading = Pending(reason="the weights are loaded again", capacity=True)
@@ -214,8 +200,7 @@ class RequestQueue:
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, found.lora, quota)
-            also = partial(client_sessions.insert_snapshot, state=found)
-            await self._writer.operate(AdapterChange(tenant=tenant, new=adapter, at_s=self._now_s(), also=also))
+            await self.change(lambda tx: client_sessions.insert_snapshot(tx, tenant, adapter, found))
         return loading
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, mark: str, body: bytes) -> None:
@@ -246,7 +231,6 @@ class RequestQueue:
         await self.change(partial(queue_writer.follow, failed=failed))
         for session in self._heartbeats.silent(SILENT_S):
             await self.change(partial(client_sessions.end_session, session=session))
-        await self.placement.let_leave()
         await self.change(queue_writer.seal)
         expire = partial(queue_writer.expire_states, used_s=self.placement.used_s, start_s=self._start_s)
         await self.change(expire)
@@ -264,7 +248,7 @@ class RequestQueue:
 class Outbox:
     """The service's side of ordered delivery: sends rank 0 what is due of each adapter, stores what comes of it.
 
-    Expects n              -> everything from n on is sent, at most `AHEAD` operations before their outcomes
+    Expects n              -> everything from n on is sent, at most `ordering.AHEAD` operations before their outcomes
     OperationCompletion n  -> it is stored, then acknowledged
     Durable n              -> the log is cut
 
@@ -272,7 +256,9 @@ class Outbox:
     """
 
     def __init__(self, run_folder: RunFolder, change: Change) -> None:
-        self._change, self._windows = change, SendWindows()
+        self._change = change
+        self._next: dict[str, int] = {}
+        """The number to send next, of each adapter that the trainer has named over this connection."""
         self._incoming: asyncio.Queue[ToService] = asyncio.Queue()
         self.link = ServiceEnd(run_folder, self._incoming.put_nowait)
         self._due: set[str] = set()
@@ -290,14 +276,15 @@ class Outbox:
                     await self._until_done(kept)
                     reached("queue.acknowledging")
                     await self.link.send(Acknowledgement(adapter=adapter, number=number))
-                    self._windows.completed(adapter, number)
+                    if adapter in self._next:  # another connection may have sent it
+                        self._next[adapter] = max(self._next[adapter], number + 1)
                     self.moved(adapter)
                 case Durable(adapter=adapter, number=number):
                     await self._until_done(partial(sequencer.durable, adapter=adapter, number=number))
                 case Expects(adapter=adapter, number=number):
-                    self._windows.closed(adapter)
+                    self._next.pop(adapter, None)
                     if await self._until_done(partial(sequencer.expected, adapter=adapter, number=number)):
-                        self._windows.expected(adapter, number)
+                        self._next[adapter] = number
                         self.moved(adapter)
 
     async def pump(self) -> None:
@@ -306,14 +293,14 @@ class Outbox:
             self._wake.clear()
             due, self._due = self._due, set()
             for adapter in sorted(due):
-                if (window := self._windows.due(adapter)) is not None:
-                    start, limit = window
-                    to_send = partial(sequencer.to_send, adapter=adapter, start=start, limit=limit)
-                    for operation in await self._until_done(to_send):
-                        if not self._windows.sends(adapter, operation.number):
-                            break
-                        reached("queue.sending")
-                        await self.link.send(operation)
+                if (start := self._next.get(adapter)) is None:
+                    continue
+                for operation in await self._until_done(partial(sequencer.to_send, adapter=adapter, start=start)):
+                    if self._next.get(adapter) != operation.number:
+                        break  # the trainer was restarted meanwhile
+                    self._next[adapter] += 1
+                    reached("queue.sending")
+                    await self.link.send(operation)
 
     async def _until_done(self, work: Callable[[Transaction], T]) -> T:
         """As `RequestQueue.change`, repeated while the service's file is not available."""

@@ -1,9 +1,9 @@
 """What the service keeps: rows of its tables, what decisions need of them, and the schema.
 
-An adapter's row has its desired phase. ``requests`` of SDK clients have an ``action`` until nothing can need it again,
-an ``answer`` once there is one. ``client_operations`` are those of the requests, and the queue's own, that the trainer
-may still expect: they are deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has
-fetched. ``forgotten`` has the highest incarnation of the deleted adapters that are no longer kept.
+An adapter's row has its desired phase; the row of one that is deleted leaves. ``answers`` are those to idempotency
+keys. ``requests`` of SDK clients have an ``action`` until nothing can need it again, an ``answer`` once there is one.
+``client_operations`` are those of the requests, and the queue's own, that the trainer may still expect: they are
+deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has fetched.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredPhase
 from areal_lora.service.queue.requests import Lora
 
 TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")
@@ -78,7 +78,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRow:
-    """One adapter of a tenant. ``settings`` are its section of the configuration as data, without ``name``."""
+    """One adapter of a tenant. ``settings`` are its section of the configuration as data, without ``name``.
+
+    ``open`` counts the acknowledged operations that the run has not carried out yet.
+    """
 
     tenant: str
     name: str
@@ -86,6 +89,7 @@ class AdapterRow:
     wanted: DesiredPhase
     settings: dict[str, Any]
     created_s: float
+    open: int = 1
 
     @property
     def desired(self) -> DesiredAdapter:
@@ -99,52 +103,32 @@ class AdapterRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenOperation:
-    """An acknowledged operation that the run has not carried out yet."""
-
-    number: int
-    tenant: str
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Everything that decisions need, as of one commit. ``adapters`` has no deleted ones; ``highest`` is the last
-    incarnation of each name, deleted ones included, and ``forgotten`` that of each tenant's names that are not in it.
+    """Everything that decisions need, as of one commit. ``deleted`` is the highest incarnation that a deleted adapter
+    of a tenant had: none of its names has one up to there again.
     """
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     keys: Mapping[str, Key] = field(default_factory=dict)
     adapters: Mapping[tuple[str, str], AdapterRow] = field(default_factory=dict)
-    highest: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    forgotten: Mapping[str, int] = field(default_factory=dict)
-    open: tuple[OpenOperation, ...] = ()
-    generation: int = 0
+    deleted: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, tenant: str) -> list[AdapterRow]:
         """The tenant's adapters, oldest first."""
         return [row for row in self.adapters.values() if row.tenant == tenant]
 
-    def after(self, row: AdapterRow, number: int) -> "Tables":
-        """The tables once operation ``number`` has made its adapter ``row``."""
-        at = (row.tenant, row.name)
+    def after(self, row: AdapterRow) -> "Tables":
+        """The tables once an operation has made its adapter ``row``."""
+        at, deleted = (row.tenant, row.name), self.deleted
         adapters = {**self.adapters, at: row}
         if row.wanted is DesiredPhase.DELETED:
             del adapters[at]
-        opened = OpenOperation(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
-        return replace(
-            self,
-            adapters=adapters,
-            highest={**self.highest, at: row.incarnation},
-            open=(*self.open, opened),
-            generation=self.generation + 1,
-        )
+            deleted = {**deleted, row.tenant: max(row.incarnation, deleted.get(row.tenant, 0))}
+        return replace(self, adapters=adapters, deleted=deleted)
 
-    def desired(self) -> DesiredAdapters:
+    def desired(self) -> tuple[DesiredAdapter, ...]:
         """What the run is to have: deleted adapters are not in it."""
-        adapters = tuple(row.desired for row in self.adapters.values())
-        return DesiredAdapters(generation=self.generation, adapters=adapters)
+        return tuple(row.desired for row in self.adapters.values())
 
 
 class Kind(StrEnum):
@@ -270,44 +254,17 @@ def new_key() -> str:
     return f"tml-{secrets.token_hex(32)}"
 
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 SCHEMA = """
-CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
-CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);
-CREATE TABLE keys (
-    digest TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, label TEXT NOT NULL, operator INTEGER NOT NULL,
-    UNIQUE (tenant, label)
+CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
+CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE answers (
+    tenant TEXT NOT NULL REFERENCES tenants, request TEXT NOT NULL, fingerprint TEXT NOT NULL, answer BLOB NOT NULL,
+    PRIMARY KEY (tenant, request)
 );
-CREATE TABLE adapters (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant TEXT NOT NULL REFERENCES tenants, name TEXT NOT NULL, incarnation INTEGER NOT NULL,
-    wanted TEXT NOT NULL, settings TEXT NOT NULL, created_s REAL NOT NULL,
-    UNIQUE (tenant, name, incarnation)
-);
-CREATE UNIQUE INDEX one_bearer ON adapters (tenant, name) WHERE wanted != 'deleted';
-CREATE TABLE operations (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant TEXT NOT NULL REFERENCES tenants, name TEXT NOT NULL, incarnation INTEGER NOT NULL,
-    verb TEXT NOT NULL, request TEXT, fingerprint TEXT NOT NULL, answer BLOB NOT NULL, at_s REAL NOT NULL,
-    carried_out INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (tenant, request)
-);
-CREATE INDEX still_open ON operations (number) WHERE carried_out = 0;
-CREATE TABLE sessions (
-    session TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, about BLOB NOT NULL, created_s REAL NOT NULL,
-    ended INTEGER NOT NULL DEFAULT 0
-);
-CREATE TABLE models (
-    model TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, session TEXT NOT NULL,
-    name TEXT NOT NULL, incarnation INTEGER NOT NULL, adapter TEXT NOT NULL UNIQUE, lora BLOB NOT NULL,
-    created_s REAL NOT NULL, of_state TEXT, removed INTEGER NOT NULL DEFAULT 0, joined INTEGER NOT NULL DEFAULT 0,
-    next_seq INTEGER NOT NULL DEFAULT 1, next_number INTEGER NOT NULL DEFAULT 1, closed INTEGER NOT NULL DEFAULT 0,
-    published INTEGER, broken TEXT NOT NULL DEFAULT '', notes TEXT NOT NULL DEFAULT '{}'
-);
-CREATE INDEX models_of_session ON models (session) WHERE removed = 0;
 CREATE TABLE requests (
     request TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, owner TEXT NOT NULL, seq INTEGER NOT NULL,
-    fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL, held INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL,
     answer BLOB, answered_s REAL, fetched_s REAL
 );
 CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL;
@@ -318,22 +275,8 @@ CREATE TABLE client_operations (
     failed INTEGER, outcome BLOB, PRIMARY KEY (adapter, number)
 ) WITHOUT ROWID;
 CREATE INDEX operations_of_request ON client_operations (request);
-CREATE TABLE saved_states (
-    model TEXT NOT NULL, tenant TEXT NOT NULL REFERENCES tenants, adapter TEXT NOT NULL, kind TEXT NOT NULL,
-    name TEXT NOT NULL, label TEXT NOT NULL, named INTEGER NOT NULL, version INTEGER, step INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, lora BLOB NOT NULL, created_s REAL NOT NULL, expires_s REAL,
-    notes TEXT NOT NULL DEFAULT '{}',
-    PRIMARY KEY (model, kind, name)
-);
 CREATE TABLE dropped_states (adapter TEXT NOT NULL, label TEXT NOT NULL, PRIMARY KEY (adapter, label));
-CREATE TABLE samplers (
-    sampler TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, session TEXT NOT NULL, path TEXT, model TEXT,
-    created_s REAL NOT NULL
-);
-CREATE TABLE samples (
-    sample TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, sampler TEXT NOT NULL, fingerprint TEXT NOT NULL,
-    body BLOB NOT NULL, at_s REAL NOT NULL
-);
-CREATE INDEX samples_of_sampler ON samples (sampler);
-CREATE TABLE forgotten (tenant TEXT PRIMARY KEY REFERENCES tenants, incarnation INTEGER NOT NULL)
+CREATE INDEX models_of_session ON models (session) WHERE removed = 0;
+CREATE INDEX samples_of_sampler ON samples (sampler)
 """
+"""What the tables of the dataclasses above (`queue_store.Table`) lack: other tables, and indices."""

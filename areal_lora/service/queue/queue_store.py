@@ -7,20 +7,19 @@ or an input/output error is `Unavailable`, and the file is used again afterwards
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable, undo_on_error
 from areal_lora.processes.watched import reached
+from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.run_folder.sqlite import connect
 from areal_lora.service.queue import queue_rows
 
-MAX_DELETED, MAX_OPERATIONS = 1024, 1 << 14
-"""Deleted adapters, and operations that were carried out, that are kept of a tenant."""
 R = TypeVar("R")
 T = TypeVar("T")
 _PASSING = (
@@ -35,11 +34,17 @@ _PASSING = (
 
 
 class Table(Generic[R]):
-    """Rows of one table as dataclasses of ``kind``, whose fields are columns. Structs are msgpack, dicts JSON."""
+    """Rows of one table as dataclasses of ``kind``, whose fields are columns. Structs are msgpack, dicts JSON.
 
-    def __init__(self, name: str, kind: type[R]) -> None:
+    ``keys`` are constraints of the table.
+    """
+
+    def __init__(self, name: str, kind: type[R], keys: str) -> None:
         self._name, self._kind, self._hints = name, kind, get_type_hints(kind)
         self._columns = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # R is a dataclass
+        columns = [each + " NOT NULL" * (type(None) not in get_args(self._hints[each])) for each in self._columns]
+        owner = "FOREIGN KEY (tenant) REFERENCES tenants"
+        self.schema = f"CREATE TABLE {name} ({', '.join([*columns, keys, owner])})"
         # Made once: threads that decode a type for the first time, all at once, end the process.
         self._decode: dict[str, Callable[[bytes], Any]] = {}
         for column, hint in self._hints.items():
@@ -66,11 +71,9 @@ class Table(Generic[R]):
         return hint(value) if hint is bool or (isinstance(hint, type) and issubclass(hint, StrEnum)) else value
 
 
-def _insert(db: sqlite3.Connection, table: str, values: Mapping[str, object], conflict: str = "") -> int:
-    """The rowid."""
+def _insert(db: sqlite3.Connection, table: str, values: Mapping[str, object], conflict: str = "") -> None:
     marks = ", ".join("?" * len(values))
-    cursor = db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) {conflict}", [*values.values()])
-    return int(cursor.lastrowid or 0)
+    db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) {conflict}", [*values.values()])
 
 
 def _stored(value: object) -> object:
@@ -79,16 +82,19 @@ def _stored(value: object) -> object:
     return msgspec.msgpack.encode(value) if isinstance(value, msgspec.Struct) else value
 
 
-KEYS, ADAPTERS = Table("keys", queue_rows.Key), Table("adapters", queue_rows.AdapterRow)
-OPEN, SESSIONS = Table("operations", queue_rows.OpenOperation), Table("sessions", queue_rows.ClientSession)
+KEYS = Table("keys", queue_rows.Key, "PRIMARY KEY (digest), UNIQUE (tenant, label)")
+ADAPTERS = Table("adapters", queue_rows.AdapterRow, "PRIMARY KEY (tenant, name)")
+SESSIONS = Table("sessions", queue_rows.ClientSession, "PRIMARY KEY (session)")
+MODELS = Table("models", queue_rows.Model, "PRIMARY KEY (model), UNIQUE (adapter)")
+STATES = Table("saved_states", queue_rows.SavedState, "PRIMARY KEY (model, kind, name)")
+SAMPLERS = Table("samplers", queue_rows.SamplingSession, "PRIMARY KEY (sampler)")
+SAMPLES = Table("samples", queue_rows.PendingSample, "PRIMARY KEY (sample)")
 _quota = msgspec.json.Decoder(queue_rows.Quota).decode
-MODELS, STATES = Table("models", queue_rows.Model), Table("saved_states", queue_rows.SavedState)
-SAMPLERS, SAMPLES = Table("samplers", queue_rows.SamplingSession), Table("samples", queue_rows.PendingSample)
 
 
 @dataclass(slots=True, kw_only=True)
 class Transaction:
-    """Rows in and out, and what changed for callers that wait. ``tables`` are the service's.
+    """Rows in and out, and what changed for callers that wait. ``tables`` are the service's, as this one leaves them.
 
     ``answered`` requests have their answer, ``moved`` adapters new operations. ``ended`` sessions and the saved states
     at ``forgotten`` paths are no longer there.
@@ -160,6 +166,63 @@ class Transaction:
     def of_adapter(self, adapter: str) -> queue_rows.Model | None:
         return next(iter(self.models("adapter = ?", adapter)), None)
 
+    def record(self, row: queue_rows.AdapterRow) -> None:
+        """Make the adapter ``row``: a new one, or one that is there in another phase."""
+        one = "WHERE tenant = ? AND name = ?"
+        if row.wanted is DesiredPhase.DELETED:
+            self.do(f"DELETE FROM adapters {one}", row.tenant, row.name)
+            self.do("UPDATE tenants SET deleted = MAX(deleted, ?) WHERE tenant = ?", row.incarnation, row.tenant)
+        elif (row.tenant, row.name) in self.tables.adapters:
+            self.do(f"UPDATE adapters SET wanted = ?, open = ? {one}", row.wanted, row.open, row.tenant, row.name)
+        else:
+            ADAPTERS.insert(self.db, row)
+        reached("service.half_recorded")
+        self.tables = self.tables.after(row)
+        reached("service.recorded")
+
+    def carried_out(self, rows: Iterable[queue_rows.AdapterRow]) -> None:
+        """The run has carried out every operation of these adapters; losing this at a crash costs nothing."""
+        done = {(row.tenant, row.name): replace(row, open=0) for row in rows}
+        for at in done:
+            self.do("UPDATE adapters SET open = 0 WHERE tenant = ? AND name = ?", *at)
+        self.tables = replace(self.tables, adapters={**self.tables.adapters, **done})
+
+
+def put_tenant(tx: Transaction, tenant: str, quota: queue_rows.Quota) -> None:
+    sql = "INSERT INTO tenants (tenant, quota) VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
+    tx.do(sql, tenant, msgspec.json.encode(quota).decode())
+    tx.tables = read_tables(tx.db)
+
+
+def put_key(tx: Transaction, key: queue_rows.Key) -> None:
+    """Admit the key; another one of the tenant with this label is no longer valid."""
+    drop_key(tx, key.tenant, key.label)
+    KEYS.insert(tx.db, key)
+    tx.tables = read_tables(tx.db)
+
+
+def drop_key(tx: Transaction, tenant: str, label: str) -> None:
+    tx.do("DELETE FROM keys WHERE tenant = ? AND label = ?", tenant, label)
+    tx.tables = read_tables(tx.db)
+
+
+def make_tables(db: sqlite3.Connection, run: str) -> None:
+    """Make the tables of ``run`` in an empty file."""
+    tables = [each.schema for each in (KEYS, ADAPTERS, SESSIONS, MODELS, STATES, SAMPLERS, SAMPLES)]
+    for statement in (*tables, *queue_rows.SCHEMA.split(";\n")):
+        db.execute(statement)
+    db.execute("INSERT INTO meta VALUES (?, ?)", (queue_rows.SCHEMA_VERSION, run))
+
+
+def read_tables(db: sqlite3.Connection) -> queue_rows.Tables:
+    tenants = db.execute("SELECT tenant, quota, deleted FROM tenants ORDER BY tenant").fetchall()
+    return queue_rows.Tables(
+        quotas={tenant: _quota(quota) for tenant, quota, _ in tenants},
+        keys={key.digest: key for key in KEYS.select(db, "1")},
+        adapters={(row.tenant, row.name): row for row in ADAPTERS.select(db, "1")},
+        deleted={tenant: deleted for tenant, _, deleted in tenants},
+    )
+
 
 def unknown(path: str, what: str, name: str) -> RequestError:
     """Also for rows of another tenant: that they exist is not shown."""
@@ -168,7 +231,7 @@ def unknown(path: str, what: str, name: str) -> RequestError:
 
 
 class Store:
-    """The only connection to the file.
+    """The only connection to the file. ``tables`` are those of the last commit, readable from any thread.
 
     Raises ConfigError for the file of another run, RecordError for a damaged one, Unavailable where it cannot be read
     or written at present.
@@ -180,13 +243,12 @@ class Store:
             self._db = connect(str(path), synchronous="FULL", autocommit=True)
             self._db.execute("PRAGMA foreign_keys=ON")
             self._begin(run)
+            self.tables = read_tables(self._db)
 
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in queue_rows.SCHEMA.split(";\n"):
-                self._db.execute(statement)
-            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (queue_rows.SCHEMA_VERSION, run))
+            make_tables(self._db, run)
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
         self._db.execute("COMMIT")
         if found != (queue_rows.SCHEMA_VERSION, run):
@@ -198,97 +260,8 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work``'s result once its changes are durable. An exception leaves the file as it was."""
-        with self._transaction():
-            result = work(self._db)
-            reached("queue.changed")
-        reached("queue.committed")
-        return result
-
-    def load(self) -> queue_rows.Tables:
-        db = self._db
-        with self._reading():
-            quotas = db.execute("SELECT tenant, quota FROM tenants ORDER BY tenant")
-            highest = db.execute("SELECT tenant, name, MAX(incarnation) FROM adapters GROUP BY tenant, name")
-            adapters = ADAPTERS.select(db, "wanted != 'deleted'")
-            return queue_rows.Tables(
-                quotas={name: _quota(quota) for name, quota in quotas},
-                keys={key.digest: key for key in KEYS.select(db, "1")},
-                adapters={(row.tenant, row.name): row for row in adapters},
-                highest={(tenant, name): incarnation for tenant, name, incarnation in highest},
-                forgotten=dict(db.execute("SELECT tenant, incarnation FROM forgotten")),
-                open=tuple(OPEN.select(db, "carried_out = 0")),
-                generation=db.execute("SELECT generation FROM meta").fetchone()[0],
-            )
-
-    def answered(self, tenant: str, request: str) -> tuple[str, bytes] | None:
-        """Fingerprint and answer of the tenant's operation under this idempotency key."""
-        sql = "SELECT fingerprint, answer FROM operations WHERE tenant = ? AND request = ?"
-        with self._reading():
-            found: tuple[str, bytes] | None = self._db.execute(sql, (tenant, request)).fetchone()
-        return found
-
-    def record(
-        self,
-        row: queue_rows.AdapterRow,
-        also: Callable[[sqlite3.Connection], None] = lambda _: None,
-        **operation: object,
-    ) -> int:
-        """Make the adapter ``row``, remember the operation (columns of its table), and do ``also``; all or nothing.
-
-        Returns the operation's number.
-        """
-        with self._transaction():
-            conflict = "ON CONFLICT (tenant, name, incarnation) DO UPDATE SET wanted = excluded.wanted"
-            ADAPTERS.insert(self._db, row, conflict)
-            reached("service.half_recorded")
-            of_row = {"tenant": row.tenant, "name": row.name, "incarnation": row.incarnation}
-            number = _insert(self._db, "operations", of_row | operation)
-            self._db.execute("UPDATE meta SET generation = generation + 1")
-            also(self._db)
-            reached("service.recorded")
-        return number
-
-    def carried_out(self, numbers: Iterable[int]) -> None:
-        """Mark operations; losing this at a crash costs nothing."""
-        self._write(*(("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers))
-
-    def prune(self) -> None:
-        """Remove what is above `MAX_DELETED` and `MAX_OPERATIONS`, and operations that no request can name again."""
-        adapters = _oldest("adapters", "wanted = 'deleted'")
-        operations = _oldest("operations", "carried_out = 1")
-        with self._transaction():
-            self._db.execute("UPDATE adapters SET settings = '{}' WHERE wanted = 'deleted' AND settings != '{}'")
-            self._db.execute("DELETE FROM operations WHERE carried_out = 1 AND request IS NULL")
-            for (tenant,) in self._db.execute("SELECT tenant FROM tenants").fetchall():
-                old = (tenant, tenant, MAX_DELETED)
-                highest = f"SELECT tenant, MAX(incarnation) FROM adapters WHERE {adapters} GROUP BY tenant"
-                newer = "ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)"
-                self._db.execute(f"INSERT INTO forgotten {highest} {newer}", old)
-                self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
-                self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MAX_OPERATIONS))
-
-    def put_tenant(self, tenant: str, quota: queue_rows.Quota) -> None:
-        sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
-        self._write((sql, (tenant, msgspec.json.encode(quota).decode())))
-
-    def put_key(self, key: queue_rows.Key) -> None:
-        """Admit the key; another one of the tenant with this label is no longer valid."""
-        former = ("DELETE FROM keys WHERE tenant = ? AND label = ?", (key.tenant, key.label))
-        self._write(former, ("INSERT INTO keys VALUES (?, ?, ?, ?)", (key.digest, key.tenant, key.label, key.operator)))
-
-    def drop_key(self, tenant: str, label: str) -> None:
-        self._write(("DELETE FROM keys WHERE tenant = ? AND label = ?", (tenant, label)))
-
-    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
-        with self._transaction():
-            for sql, arguments in statements:
-                self._db.execute(sql, arguments)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All of it or nothing."""
+    def change(self, work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
+        """``work``'s result and transaction once it is durable. An exception leaves the file as it was."""
 
         def roll_back() -> None:
             if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
@@ -296,8 +269,13 @@ class Store:
 
         with self._reading(), undo_on_error(roll_back):
             self._db.execute("BEGIN IMMEDIATE")
-            yield
+            tx = Transaction(db=self._db, now_s=now_s, tables=self.tables)
+            result = work(tx)
+            reached("queue.changed")
             self._db.execute("COMMIT")
+        self.tables = tx.tables
+        reached("queue.committed")
+        return result, tx
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -313,9 +291,3 @@ class Store:
                 status = 507 if code == sqlite3.SQLITE_FULL else 503
                 raise Unavailable(status, f"{self.path.name} cannot be read or written: {error}") from error
             raise
-
-
-def _oldest(table: str, where: str) -> str:
-    """The condition of a tenant's rows but the newest; its arguments are the tenant, again, and how many stay."""
-    newest = f"SELECT number FROM {table} WHERE tenant = ? AND {where} ORDER BY number DESC LIMIT 1 OFFSET ?"
-    return f"tenant = ? AND {where} AND number <= ({newest})"

@@ -13,46 +13,24 @@ import asyncio
 import contextlib
 import errno
 import queue
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from typing import TypeVar
-
-import msgspec
 
 from areal_lora.errors import RecordError, RequestError, Unavailable, internal_error
 from areal_lora.operations.protocol import DropState
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_thread
-from areal_lora.run_folder.paths import RunFolder, read_desired, write_desired
-from areal_lora.service.queue.client_sessions import AdapterRequest, Phases, carried_out, changed, create, expire, leave
-from areal_lora.service.queue.queue_rows import AdapterRow, Verb
+from areal_lora.run_folder.paths import DesiredAdapters, RunFolder, read_desired, write_desired
+from areal_lora.service.queue.client_sessions import Phases, carried_out, expire, leave
+from areal_lora.service.queue.queue_rows import Tables
 from areal_lora.service.queue.queue_store import Store, Transaction
 from areal_lora.service.queue.sequencer import append, fail_open, promote
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterChange:
-    """One operation of a tenant on its adapter ``name``, or on the ``new`` one that it creates.
-
-    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
-    in the same transaction.
-    """
-
-    tenant: str
-    name: str = ""
-    verb: Verb = Verb.CREATE
-    fingerprint: str = ""
-    request: str = ""
-    new: AdapterRequest | None = None
-    at_s: float = field(default_factory=time.time)
-    also: Callable[[Transaction, AdapterRow], None] = lambda *_: None
 
 
 class Writer:
@@ -64,10 +42,13 @@ class Writer:
     def __init__(self, store: Store, run_folder: RunFolder, phases: Callable[[], Phases]) -> None:
         self._store, self._folder, self._phases = store, run_folder, phases
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.tables = store.load()
-        self._undesired = False
-        self._repair()
+        self._written: object = None  # the adapters of the desired state in its file, as the tables have them
+        self._write_desired()
         self._thread = watched_thread("service-writer", self._run)
+
+    @property
+    def tables(self) -> Tables:
+        return self._store.tables
 
     def close(self) -> None:
         """Finish the jobs in the queue, then end."""
@@ -75,38 +56,16 @@ class Writer:
         self._thread.join()
         self._store.close()
 
-    async def operate(self, change: AdapterChange) -> bytes:
-        """The answer, once the operation is durable. The run can read it then, or once its disk takes it.
+    async def change(self, work: Callable[[Transaction], T], now_s: float | None = None) -> tuple[T, Transaction]:
+        """``work``'s result and transaction once it is durable. Raises RequestError, and then nothing has changed.
 
-        Raises RequestError.
+        The run can read the adapters then, or once its disk takes the desired state.
         """
-        return await self._in_thread(lambda: self._operate(change))
-
-    async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
-        """The answer that the tenant's idempotency key had; None without. Raises RequestError for another request."""
-        return await self._in_thread(lambda: self._answered(tenant, request, fingerprint))
-
-    async def change(self, work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
-        """``work``'s result and transaction once it is durable. Raises RequestError, and then nothing has changed."""
-
-        def job(db: sqlite3.Connection) -> tuple[T, Transaction]:
-            tx = Transaction(db=db, now_s=now_s, tables=self.tables)
-            return work(tx), tx
-
-        return await self._in_thread(lambda: self._store.change(job))
-
-    async def administer(self, work: Callable[[Store], None]) -> None:
-        """Change tenants, keys or what is kept of the past. Raises RequestError."""
-
-        def job() -> None:
-            work(self._store)
-            self.tables = self._store.load()
-
-        await self._in_thread(job)
+        return await self._in_thread(lambda: self._change(work, time.time() if now_s is None else now_s))
 
     async def settle(self) -> None:
         """Stop counting the operations that the run has carried out, and write a desired state that is missing."""
-        if self._undesired or carried_out(self.tables, self._phases()):
+        if self._written is not self.tables.adapters or carried_out(self.tables, self._phases()):
             with contextlib.suppress(Unavailable):  # the next call repeats it
                 await self._in_thread(self._settle)
 
@@ -132,77 +91,44 @@ class Writer:
                 raise
             except Exception:  # fault boundary: the request of one caller
                 log.exception("a request failed and was rolled back")
-                with contextlib.suppress(Unavailable):  # the exception may have come after the commit
-                    self.tables, self._undesired = self._store.load(), True
                 future.set_exception(internal_error())
 
         self._jobs.put(job)
         return await asyncio.wrap_future(future)
 
-    def _operate(self, change: AdapterChange) -> bytes:
-        before = self._answered(change.tenant, change.request, change.fingerprint) if change.request else None
-        if before is not None:
-            return before
-        if change.new is not None:
-            row = create(self.tables, change.tenant, change.new, now_s=change.at_s)
-        else:
-            row = changed(self.tables, self._phases(), change.tenant, change.name, change.verb)
-        # The run carries it out as soon as it can; GET shows when.
-        body = {"name": row.name, "incarnation": row.incarnation, "verb": change.verb, "wanted": row.wanted}
-        answer = msgspec.json.encode(body)
-        reached("service.decided")
-        number = self._store.record(
-            row,
-            lambda db: change.also(Transaction(db=db, now_s=change.at_s, tables=self.tables), row),
-            verb=change.verb,
-            request=change.request or None,
-            fingerprint=change.fingerprint,
-            answer=answer,
-            at_s=change.at_s,
-        )
-        reached("service.committed")
-        self.tables, self._undesired = self.tables.after(row, number), True
-        with contextlib.suppress(Unavailable):  # the operation is durable; `settle` repeats it
-            self._write_desired()
-        reached("service.desired")
-        return answer
+    def _change(self, work: Callable[[Transaction], T], now_s: float) -> tuple[T, Transaction]:
+        before = self.tables.adapters
+        changed = self._store.change(work, now_s)
+        if self.tables.adapters is not before:
+            reached("service.committed")
+            with contextlib.suppress(Unavailable):  # the change is durable; `settle` repeats it
+                self._write_desired()
+            reached("service.desired")
+        return changed
 
     def _write_desired(self) -> None:
-        """Write the desired state of the tables unless the file has it. Raises Unavailable."""
-        if not self._undesired:
-            return
-        wanted = self.tables.desired()
-        try:
-            if read_desired(self._folder) != wanted:  # else an attempt failed after the file was in its place
-                write_desired(self._folder, wanted)
-        except OSError as error:
-            log.warning("%s cannot be written, repeated soon: %s", self._folder.desired, error)
-            status = 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
-            raise Unavailable(status, f"{self._folder.desired.name} cannot be written: {error.strerror}") from error
-        self._undesired = False
+        """Write the desired state of the tables unless the file has it, if only of an attempt that failed afterwards.
 
-    def _answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
-        known = self._store.answered(tenant, request)
-        if known is not None and known[0] != fingerprint:
-            reason = "this key came with another request before"
-            raise RequestError("Idempotency-Key", reason, "use a new key for every operation")
-        return None if known is None else known[1]
+        Raises Unavailable.
+        """
+        adapters = self.tables.adapters
+        if adapters is self._written:
+            return
+        wanted, path = self.tables.desired(), self._folder.desired
+        try:
+            there = read_desired(self._folder)
+            if there.adapters != wanted or not path.exists():
+                write_desired(self._folder, DesiredAdapters(generation=there.generation + 1, adapters=wanted))
+        except OSError as error:
+            log.warning("%s cannot be written, repeated soon: %s", path, error)
+            status = 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
+            raise Unavailable(status, f"{path.name} cannot be written: {error.strerror}") from error
+        self._written = adapters
 
     def _settle(self) -> None:
         self._write_desired()
-        done = {each.number for each in carried_out(self.tables, self._phases())}
-        self._store.carried_out(done)
-        self.tables = replace(self.tables, open=tuple(o for o in self.tables.open if o.number not in done))
-
-    def _repair(self) -> None:
-        """Make the desired state that of the tables."""
-        wanted, there = self.tables.desired(), read_desired(self._folder)
-        if there.adapters == wanted.adapters and self._folder.desired.exists():
-            return
-        generation = max(there.generation, wanted.generation) + 1
-        self._store.change(lambda db: db.execute("UPDATE meta SET generation = ?", (generation,)))
-        self.tables = replace(self.tables, generation=generation)
-        write_desired(self._folder, self.tables.desired())
+        if done := carried_out(self.tables, self._phases()):
+            self._store.change(lambda tx: tx.carried_out(done), time.time())
 
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
@@ -214,7 +140,7 @@ MAX_ENDED = 1024
 
 def seal(tx: Transaction) -> None:
     """Go past requests that never came."""
-    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests r WHERE r.owner = models.model AND r.held = 1)"
+    waits = "removed = 0 AND EXISTS (SELECT 1 FROM requests WHERE owner = model AND seq >= next_seq AND answer IS NULL)"
     for model in tx.models(waits):
         promote(tx, model)
 

@@ -4,9 +4,9 @@
     CreateModel     none, or LoadState             ActionResult: model, and path if it was loaded
     Train           Pass, OptimStep or Poison      PassResult, StepResult
     Save            SaveState                      ActionResult: path
+     for a sampler  SaveState + Publish, Publish   ActionResult: path, or sampler for a save without a name
     Refuse          none                           none but `OperationFailure`
     Load            LoadState                      ActionResult: model and path
-    SaveForSampler  SaveState + Publish, Publish   ActionResult: path, or sampler for a save without a name
 
 Every action may also be answered by `OperationFailure`.
 """
@@ -49,26 +49,20 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Keep the state under ``name``, for ``ttl_s`` seconds or for ever. ``overwrite``: the name may be in use."""
+    """Keep the state under ``name``, for ``ttl_s`` seconds or for ever. ``overwrite``: the name may be in use.
 
-    name: str
-    ttl_s: float | None = None
-    overwrite: bool = False
-    notes: dict[str, str] = {}
-
-
-class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Have servers serve the model as it is. Either ``name`` or ``sampler_seq`` is given.
-
-    With a name the weights are kept under it. With ``sampler_seq`` the answer opens that sampling session of the
-    model's session. ``in_flight``: the session samples the newest version at each request, and nothing is kept.
+    ``for_sampler``: have servers serve the model as it is. With ``sampler_seq`` in place of a name the answer opens
+    that sampling session of the model's session. ``in_flight``: the session samples the newest version at each request,
+    and nothing is kept.
     """
 
     name: str | None = None
+    ttl_s: float | None = None
+    overwrite: bool = False
+    notes: dict[str, str] = {}
+    for_sampler: bool = False
     sampler_seq: int | None = None
     in_flight: bool = False
-    ttl_s: float | None = None
-    notes: dict[str, str] = {}
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,8 +74,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Action: TypeAlias = CreateModel | Train | Save | Load | SaveForSampler | Refuse
-ModelAction: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
+Action: TypeAlias = CreateModel | Train | Save | Load | Refuse
+ModelAction: TypeAlias = Train | Save | Load | Refuse
 """Those with a sequence number of their model."""
 
 

@@ -3,7 +3,7 @@ answer, with what it leaves: saved states, sampling sessions.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import cast
 
 import msgspec
 
@@ -19,14 +19,14 @@ KEPT_FAILED = 512
 MAX_TTL_S = 10 * 366 * 86400.0
 AT_ONCE_BYTES = 32 << 20
 _what: Callable[[bytes], protocol.What] = msgspec.msgpack.Decoder(protocol.What).decode
-SaveAction: TypeAlias = requests.Save | requests.SaveForSampler
 
 log = get_logger(__name__)
 
 
 def promote(tx: Transaction, model: Model) -> None:
     """Give numbers to the requests of ``model`` whose turn has come."""
-    held = dict(tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model))
+    waiting = "SELECT seq, at_s FROM requests WHERE owner = ? AND seq >= ? AND answer IS NULL"
+    held = dict(tx.rows(waiting, model.model, model.next_seq))
     start = model.next_seq
     if (after_gap := ordering.sealed(start, held, tx.now_s)) is not None:
         missing = f"request {start}" if after_gap == start + 1 else f"requests {start} to {after_gap - 1}"
@@ -41,7 +41,6 @@ def promote(tx: Transaction, model: Model) -> None:
             case decoded:
                 for what in _operations(tx, model, decoded):
                     append(tx, model.adapter, request, what)
-        tx.do("UPDATE requests SET held = 0 WHERE request = ?", request)
         start = seq + 1
     tx.do("UPDATE models SET next_seq = ? WHERE model = ?", start, model.model)
 
@@ -64,20 +63,20 @@ def load(tx: Transaction, tenant: str, action: requests.Load) -> protocol.LoadSt
     return protocol.LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
 
 
-def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[protocol.Operation]:
-    """The operations from number ``start`` on, as the trainer is to carry them out."""
+def to_send(tx: Transaction, adapter: str, start: int) -> list[protocol.Operation]:
+    """The operations from number ``start`` on that are due, as the trainer is to carry them out."""
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
         return []
     kinds = tx.rows("SELECT number, kind, failed FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
     ops = [ordering.Op(number, ordering.OpKind(kind), failed) for number, kind, failed in kinds]
+    first = next((op.number for op in ops if op.failed is None), model.next_number)
     found = tx.db.execute(
         "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
-        " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
-        (adapter, start, limit),
+        " WHERE o.adapter = ? AND o.number >= ? AND o.number < ? ORDER BY o.number",
+        (adapter, start, first + ordering.AHEAD),
     )
-    chosen: list[protocol.Operation] = []
-    n_bytes = 0
+    chosen, n_bytes = list[protocol.Operation](), 0
     for number, what, action in found:
         n_bytes += len(action or b"")
         if chosen and n_bytes > AT_ONCE_BYTES:
@@ -157,10 +156,9 @@ def _operations(tx: Transaction, model: Model, action: object) -> list[protocol.
     match action:
         case requests.Train(what=what):
             return [what]
-        case requests.Save():
-            return [protocol.SaveState(label="")]  # `append` names it
-        case requests.SaveForSampler(in_flight=in_flight):
-            return [protocol.Publish()] if in_flight else [protocol.SaveState(label=""), protocol.Publish()]
+        case requests.Save(for_sampler=for_sampler, in_flight=in_flight):
+            kept: list[protocol.What] = [] if in_flight else [protocol.SaveState(label="")]  # `append` names it
+            return [*kept, protocol.Publish()] if for_sampler else kept
         case requests.Load():
             try:
                 return [load(tx, model.tenant, action)]
@@ -226,7 +224,8 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
         wrong = str(refused)
         poison = requests.Train(what=protocol.Poison(reason=wrong, by_client=True))
         action = poison if isinstance(action, requests.Load) else requests.Refuse(reason=wrong)
-    held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
+    later = "SELECT seq FROM requests WHERE owner = ? AND seq >= ? AND answer IS NULL"
+    held = [row[0] for row in tx.rows(later, model_id, model.next_seq)]
     data, n_bytes, others = requests.encode(action), 0, waiting(tx, tenant)
     if isinstance(action, requests.Train) and isinstance(action.what, protocol.Pass):
         n_bytes = len(data)
@@ -234,7 +233,7 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
         if wrong and not others.queued and not _behind(tx, tenant):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
     ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
-    insert(tx, tenant, request, model_id, seq, mark, data, held=True)
+    insert(tx, tenant, request, model_id, seq, mark, data)
     promote(tx, model)
     return request
 
@@ -248,23 +247,21 @@ def known(tx: Transaction, request: str, mark: str) -> bool:
     return row is not None
 
 
-def insert(
-    tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes, *, held: bool
-) -> None:
+def insert(tx: Transaction, tenant: str, request: str, owner: str, seq: int, mark: str, action: bytes) -> None:
     names = {"request": request, "tenant": tenant, "owner": owner, "seq": seq, "fingerprint": mark}
-    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s, held=held)
+    tx.insert("requests", **names, action=action, n_bytes=len(action), at_s=tx.now_s)
 
 
 def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | requests.Pending, str]:
     """The answer of a request, or why there is none yet, and its adapter. Raises RequestError for another tenant's."""
-    row = tx.row("SELECT answer, held, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
+    row = tx.row("SELECT answer, seq, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
     if row is None:
         raise unknown("request_id", "request", request)
-    answer, held, owner = row
+    answer, seq, owner = row
     if answer is not None:
         return requests.decode_answer(answer), ""
     [model] = tx.models("model = ?", owner)
-    if held:
+    if seq >= model.next_seq:
         return requests.Pending(reason="a request of the model with a lower number has not come yet"), model.adapter
     return requests.Pending(reason="the trainer has not carried it out yet"), model.adapter
 
@@ -286,15 +283,13 @@ def _check(tx: Transaction, model: Model, action: requests.Action) -> None:
     match action:
         case requests.Load():
             load(tx, model.tenant, action)
-        case requests.Save(name=name, overwrite=overwrite, ttl_s=ttl_s):
-            check_ttl(ttl_s)
-            _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
-        case requests.SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
-            check_ttl(ttl_s)
-            if (name is None) == (seq is None):
-                raise RequestError("path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+        case requests.Save(name=name, sampler_seq=seq):
+            check_ttl(action.ttl_s)
+            if (name is None) == (seq is None) or (seq is None and action.in_flight):
+                reason = "it needs a path or a sampling_session_seq_id, and an inflight one the latter"
+                raise RequestError("path", reason, "give one of the two")
             if name is not None:
-                _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
+                _check_name(tx, model, _kind(action), name, action.overwrite)
 
 
 def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
@@ -319,7 +314,7 @@ def give(tx: Transaction, request: str, answer: requests.Answer) -> None:
     again without data.
     """
     needed = "EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request AND o.failed = 0)"
-    given = f"answer = ?, answered_s = ?, held = 0, action = CASE WHEN {needed} THEN action END"
+    given = f"answer = ?, answered_s = ?, action = CASE WHEN {needed} THEN action END"
     sql = f"UPDATE requests SET {given} WHERE request = ? AND answer IS NULL"
     tx.do(sql, requests.encode(answer), tx.now_s, request)
     tx.answered.add(request)
@@ -339,7 +334,7 @@ def settle(tx: Transaction, model: Model, request: str, newest: protocol.Outcome
     if failed is None:
         give(tx, request, _answer(tx, model, action, numbers, outcomes))
         return
-    if isinstance(action, SaveAction):
+    if isinstance(action, requests.Save):
         for number, outcome in zip(numbers, outcomes):
             if isinstance(outcome, protocol.StateResult):  # it belongs to no one
                 drop_label(tx, model.adapter, f"n{number}")
@@ -367,9 +362,9 @@ def _answer(
             return cast(protocol.PassResult | protocol.StepResult, outcomes[0])
         case requests.Load(path=path):
             return requests.ActionResult(model=model.model, path=path)
-        case requests.Save() | requests.SaveForSampler(name=str()):
+        case requests.Save(sampler_seq=None):
             return requests.ActionResult(path=_save(tx, model, action, numbers[0], outcomes))
-        case requests.SaveForSampler(sampler_seq=int(seq), in_flight=in_flight):
+        case requests.Save(sampler_seq=int(seq), in_flight=in_flight):
             made = SamplingSession(
                 sampler=sampler_id(model.session, seq),
                 tenant=model.tenant,
@@ -383,9 +378,13 @@ def _answer(
     raise AssertionError(f"{type(action).__name__} is answered elsewhere")
 
 
-def _save(tx: Transaction, model: Model, action: SaveAction, number: int, outcomes: list[protocol.Outcome]) -> str:
+def _kind(action: requests.Save) -> Kind:
+    return Kind.SAMPLER if action.for_sampler else Kind.WEIGHTS
+
+
+def _save(tx: Transaction, model: Model, action: requests.Save, number: int, outcomes: list[protocol.Outcome]) -> str:
     """Note the saved state; one of this name that was there before is dropped."""
-    kind = Kind.WEIGHTS if isinstance(action, requests.Save) else Kind.SAMPLER
+    kind = _kind(action)
     name = action.name or f".{number}"  # clients' names do not start with a dot
     kept, published = outcomes[0], outcomes[-1]
     assert isinstance(kept, protocol.StateResult)

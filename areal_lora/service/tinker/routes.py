@@ -52,9 +52,22 @@ DYNAMIC: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled":
 CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}  # of models that are of a download
 
 
-class Routes:
-    def __init__(self, queue: RequestQueue, base: Base, sampling: Sampling) -> None:
-        self._queue, self._base, self._sampling, self._exports = queue, base, sampling, Exports()
+class Sdk:
+    """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
+
+    def __init__(
+        self, config: Config, run_folder: RunFolder, queue: RequestQueue, gateway: Gateway, meter: Meter
+    ) -> None:
+        self._queue, self._base, self._exports = queue, Base.of(config), Exports()
+        self._sampling = Sampling(queue, self._base, gateway, meter)
+        self._saved = (Checkpoints(queue, self._base), Archives(queue, config, run_folder))
+
+    async def __aenter__(self) -> "Sdk":
+        await self._sampling.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._sampling.close()
 
     def routes(self, guard: http.Guard) -> list[Route]:
         json: dict[str, tuple[type[Any], JsonHandler]] = {
@@ -67,7 +80,7 @@ class Routes:
             "load_weights": (sdk_bodies.LoadWeights, self.load),
         }
         posts: dict[str, http.Handler] = {
-            "client/config": self.config,
+            "client/config": _config,
             "client/dynamic_config": partial(_constant, DYNAMIC),
             "telemetry": partial(_constant, {"status": "accepted"}, long=True),  # it is not kept
             "cancel_future": partial(_constant, {}),
@@ -83,11 +96,13 @@ class Routes:
             *(guard("POST", f"/api/v1/{path}", handler) for path, handler in posts.items()),
             guard("GET", "/api/v1/healthz", partial(_constant, {"status": "ok"})),
             guard("GET", "/api/v1/get_server_capabilities", partial(_constant, {"supported_models": [model]})),
+            *(route for part in (self._sampling, *self._saved) for route in part.routes(guard)),
+            *(
+                guard(method, path, partial(_refuse, name, reason, fix))
+                for name, methods, path, reason, fix in _CALLS
+                for method in methods.split()
+            ),
         ]
-
-    async def config(self, request: Request, caller: http.Caller) -> http.Answered:
-        await http.body_of(request, caller)
-        return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
 
     async def create_session(self, caller: http.Caller, body: sdk_bodies.CreateSession, mark: str) -> http.Answered:
         http.notes_of(body.user_metadata)
@@ -190,6 +205,11 @@ def _json(verb: str, kind: type[Any], handle: JsonHandler) -> http.Handler:
     return handler
 
 
+async def _config(request: Request, caller: http.Caller) -> http.Answered:
+    await http.body_of(request, caller)
+    return FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)}
+
+
 async def _constant(
     answer: dict[str, Any], request: Request, caller: http.Caller, *, long: bool = False
 ) -> http.Answered:
@@ -213,9 +233,11 @@ def _save(body: sdk_bodies.SaveWeights) -> requests.Save:
     return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
 
 
-def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.SaveForSampler:
-    return requests.SaveForSampler(
+def _save_for_sampler(body: sdk_bodies.SaveForSamplerBody) -> requests.Save:
+    return requests.Save(
+        for_sampler=True,
         name=body.path,
+        overwrite=True,
         sampler_seq=body.sampling_session_seq_id if body.path is None else None,
         in_flight=body.kind == "inflight",
         ttl_s=body.ttl_seconds,
@@ -259,33 +281,6 @@ _CALLS = (
     ("billing", "GET", f"{_HERE}/billing/{{what:path}}", "this service keeps no accounts", "use the run's records"),
 )
 """Name, methods, path, reason, fix of what this service does not have; of some, because client/config states so."""
-
-
-class Sdk:
-    """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
-
-    def __init__(
-        self, config: Config, run_folder: RunFolder, queue: RequestQueue, gateway: Gateway, meter: Meter
-    ) -> None:
-        base = Base.of(config)
-        self._sampling = Sampling(queue, base, gateway, meter)
-        archives = Archives(queue, config, run_folder)
-        self._parts = (Routes(queue, base, self._sampling), self._sampling, Checkpoints(queue, base), archives)
-
-    async def __aenter__(self) -> "Sdk":
-        await self._sampling.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._sampling.close()
-
-    def routes(self, guard: http.Guard) -> list[Route]:
-        refused = [
-            guard(method, path, partial(_refuse, name, reason, fix))
-            for name, methods, path, reason, fix in _CALLS
-            for method in methods.split()
-        ]
-        return [*(route for part in self._parts for route in part.routes(guard)), *refused]
 
 
 async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:

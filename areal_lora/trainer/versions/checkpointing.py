@@ -25,7 +25,7 @@ from areal_lora.checkpoint import state as saved
 from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
-from areal_lora.checkpoint.recover import ResumePlan, WholeCheckpoint, explain, tidy
+from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint, check_usable, explain, tidy
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.store import Exchange
@@ -295,22 +295,22 @@ def resume(
     return {name: restored for name, restored in found.items() if restored is not None}
 
 
-def chosen(plan: ResumePlan, config: Config) -> list[str]:
+def chosen(plan: Sequence[AdapterResume], config: Config) -> list[str]:
     """Folders of the checkpoints to load, in the order of the adapters; empty for one that has none. On rank 0.
 
     Removes what a crash left half-written. Raises CheckpointError as `resume` does.
     """
-    for adapter in plan.adapters:
+    for adapter in plan:
         for line in adapter.lines():
             log.warning("%s", line)
         if adapter.newest is not None:
             log.info("%s", _resumed(adapter.ref, adapter.newest, config))
-    plan.check()
+    check_usable(plan)
     try:
         tidy(plan, saved.Disk())
     except OSError as e:
         raise CheckpointError(f"{e.filename}: {e.strerror}; the checkpoints' folder must be writable") from e
-    return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
+    return [str(a.newest.path) if a.newest else "" for a in plan]
 
 
 def load(engine: AdapterEngine, adapter: Adapter, path: str) -> RestoredState | None:

@@ -14,7 +14,7 @@ from areal_lora.processes.watched import VARIABLE
 from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, read_endpoint
 from areal_lora.service.queue.queue_rows import LOCAL, Quota
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import Store, put_tenant
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import starter_of
 from tests.support.service.running import section, service_config
@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> RunFolder:
     create_secret(folder)
     write_config(folder, config)
     store = Store(folder.service_tables, config.run.name)
-    store.put_tenant(LOCAL, Quota(adapters=99))
+    store.change(lambda tx: put_tenant(tx, LOCAL, Quota(adapters=99)), 0.0)
     store.close()
     return folder
 
@@ -106,6 +106,7 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_half_there(folder: RunFolde
     """Each life is killed at the next point, in its second operation: a create, a pause or a delete in turn."""
     small = {"n_train": 8, "n_eval": 2, "kind": "word_problems"}
     known: dict[str, str] = {}
+    ever = set[str]()
     pending: tuple[str, str, str, dict[str, Any], dict[str, str]] | None = None
     for number, point in enumerate([*POINTS, ""]):
         life = Life(folder, f"{point}:2:kill" if point else "")
@@ -131,17 +132,23 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_half_there(folder: RunFolde
             created = life.request("POST", "/v1/adapters", f"first {number}", json=section(name=name, task=small))
             assert created is not None
             assert created.status_code == 201
-            known = known | {f"local-{name}.1": "active"}
+            known = known | {f"local-{name}.{born(ever, known)}": "active"}
         assert life.adapters() == known
-        pending = (point, *killing(number, known, small))
+        ever |= known.keys()
+        pending = (point, *killing(number, known, born(ever, known), small))
         assert life.request(pending[1], pending[2], f"killed {number}", **pending[3]) is None, f"no answer at {point}"
         life.killed()
     assert desired(folder) == known
     assert known
 
 
+def born(ever: set[str], known: dict[str, str]) -> int:
+    """The incarnation of the next adapter: none that a deleted one had is used again."""
+    return 1 + max((int(key.rpartition(".")[2]) for key in ever - known.keys()), default=0)
+
+
 def killing(
-    number: int, known: dict[str, str], small: dict[str, Any]
+    number: int, known: dict[str, str], incarnation: int, small: dict[str, Any]
 ) -> tuple[str, str, dict[str, Any], dict[str, str]]:
     """Method, path, body of the operation that is cut, and the adapters once it has happened."""
     key = next(iter(known))
@@ -149,7 +156,7 @@ def killing(
     match number % 3:
         case 0:
             body = {"json": section(name=f"cut{number}", task=small)}
-            return "POST", "/v1/adapters", body, known | {f"local-cut{number}.1": "active"}
+            return "POST", "/v1/adapters", body, known | {f"local-cut{number}.{incarnation}": "active"}
         case 1:
             return "POST", f"/v1/adapters/{name}/pause", {}, known | {key: "paused"}
         case _:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from areal_lora.errors import RequestError
-from areal_lora.run_folder.paths import DesiredPhase
-from areal_lora.service.queue.client_sessions import insert_model, open_session
-from areal_lora.service.queue.queue_rows import SCHEMA, AdapterRow, Quota, Tables
-from areal_lora.service.queue.queue_store import Transaction
+from areal_lora.service.queue.client_sessions import AdapterRequest, insert_model, open_session
+from areal_lora.service.queue.queue_rows import Quota, Tables
+from areal_lora.service.queue.queue_store import Transaction, make_tables
 from areal_lora.service.queue.requests import CreateModel, Lora
 
 QUOTA = Quota(
@@ -27,10 +26,9 @@ class Ledger:
         self.db = sqlite3.connect(":memory:", isolation_level=None)
         self.now_s = 1000.0
         self.last: Transaction
-        for statement in SCHEMA.split(";\n"):
-            self.db.execute(statement)
+        make_tables(self.db, "run")
         for tenant in ("acme", "bolt"):
-            self.db.execute("INSERT INTO tenants VALUES (?, '{}')", (tenant,))
+            self.db.execute("INSERT INTO tenants (tenant, quota) VALUES (?, '{}')", (tenant,))
         self.tables = Tables(quotas={"acme": quota, "bolt": quota})
 
     def change(self, work: Callable[[Transaction], T]) -> T:
@@ -42,6 +40,7 @@ class Ledger:
             self.db.execute("ROLLBACK")
             raise
         self.db.execute("COMMIT")
+        self.tables = tx.tables
         return result
 
     def model(self, tenant: str = "acme", model_seq: int = 0, action: CreateModel | None = None) -> tuple[str, str]:
@@ -49,9 +48,6 @@ class Ledger:
         session = self.change(lambda tx: open_session(tx, tenant, b""))
         action = action or CreateModel(lora=LORA)
         name, model = f"{session}-{model_seq}", f"{session}:train:{model_seq}"
-        row = AdapterRow(
-            tenant=tenant, name=name, incarnation=1, wanted=DesiredPhase.ACTIVE, settings={}, created_s=self.now_s
-        )
-        self.tables = self.tables.after(row, 1)
-        self.change(lambda tx: insert_model(tx, row, session, model_seq, "f", action, LORA))
-        return model, row.key
+        adapter = AdapterRequest(name=name, rank=LORA.rank, weight=1.0, settings={})
+        self.change(lambda tx: insert_model(tx, tenant, adapter, session, model_seq, "f", action, LORA))
+        return model, self.tables.adapters[tenant, name].key

@@ -18,7 +18,7 @@ from areal_lora.service.queue.client_sessions import AdapterRequest
 from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Quota
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import Store, put_tenant
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import Answer, CreateModel, Load, Lora, ModelAction, Pending, Train
 from areal_lora.types import AdapterPhase
@@ -118,7 +118,7 @@ async def town(
     it.trainer.disk = disk or it.trainer.disk
     store = Store(folder.service_tables, "run")
     for tenant in ("acme", "bolt"):
-        store.put_tenant(tenant, quota)
+        store.change(lambda tx, tenant=tenant: put_tenant(tx, tenant, quota), it.now_s)  # type: ignore[misc]
     it.writer = Writer(store, folder, it.phases)
     around = Surroundings(
         seen=lambda key: it.seen.get(key, ObservedAdapter()),

@@ -18,7 +18,7 @@ from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import Store, put_tenant
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.queue.requests import CreateModel, Pending
 from areal_lora.types import AdapterPhase
@@ -74,7 +74,7 @@ class Client:
 
 async def main(folder: Path, steps: int) -> None:
     store = Store(RunFolder(folder).service_tables, "run")
-    store.put_tenant("acme", QUOTA)
+    store.change(lambda tx: put_tenant(tx, "acme", QUOTA), 0.0)
     writer = Writer(store, RunFolder(folder), dict)
     active = ObservedAdapter(phase=AdapterPhase.ACTIVE)
     around = Surroundings(seen=lambda _: active, phases=dict, configured=frozenset(), capacity=4)

@@ -26,7 +26,7 @@ from areal_lora.service.main import Api
 from areal_lora.service.queue.placement import RunObserver, Surroundings
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import Store, Transaction, put_key, put_tenant
 from areal_lora.service.queue.queue_writer import Writer
 from areal_lora.service.tinker.routes import Sdk
 from tests.support.paths import EXAMPLES
@@ -83,10 +83,14 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     observed.look()
     admit_operator(store, folder.service_key, quota)
     keys = {"operator": folder.service_key.read_text().strip()}
-    for tenant in ("acme", "bolt"):
-        keys[tenant] = new_key()
-        store.put_tenant(tenant, quota)
-        store.put_key(Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
+    keys |= {tenant: new_key() for tenant in ("acme", "bolt")}
+
+    def admit(tx: Transaction) -> None:
+        for tenant in ("acme", "bolt"):
+            put_tenant(tx, tenant, quota)
+            put_key(tx, Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
+
+    store.change(admit, 0.0)
     writer = Writer(store, folder, observed.phases)
     acceptance = Acceptance(config, writer)
     queue = RequestQueue(writer, folder, acceptance.of_client, Surroundings.of(config, observed))

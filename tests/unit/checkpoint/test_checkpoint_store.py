@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_lora.checkpoint.checkpoint_store import plan_deletions, versions_in
-from areal_lora.checkpoint.recover import ResumePlan as Plan, find, tidy
+from areal_lora.checkpoint.recover import find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Disk, Evaluation, files_of, read_files
 from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_a_checkpoint_holds_what_all_ranks_gave(tmp_path: Path) -> None:
     written(tmp_path, 0, 1)
     assert read_back(tmp_path) == (1, b"ledger 1")
     plan = find(RunFolder(tmp_path), SPEC.name)
-    assert (plan.broken, plan.leftovers, plan.lost) == ((), (), False)
+    assert (plan.broken, plan.leftovers) == ((), ())
     assert plan.newest is not None
     assert [r.host for r in plan.newest.manifest.random] == [b"random 0", b"random 1"]
     names = sorted(path.name for path in plan.newest.path.iterdir())
@@ -150,7 +150,7 @@ def test_every_write_is_torn_once_and_the_checkpoint_before_is_used(tmp_path: Pa
             line = next(iter(plan.lines()))
             assert "v000001" in line
             assert "v000000 is used instead" in line
-            tidy(Plan(adapters=(plan,)), Disk())
+            tidy([plan], Disk())
             assert write(stores(folder), 1) == [None, None]
             assert read_back(folder)[0] == 1
         else:

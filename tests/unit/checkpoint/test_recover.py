@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.checkpoint.recover import ResumePlan, check_compatible, explain, find, tidy
+from areal_lora.checkpoint.recover import check_compatible, check_usable, explain, find, tidy
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
@@ -58,7 +58,7 @@ def test_a_broken_newest_one_is_named_and_the_one_before_is_used(tmp_path: Path,
     assert list(plan.lines()) == [
         f"checkpoint {root / 'v000002'} cannot be used: {plan.broken[0].reason}; {root / 'v000001'} is used instead"
     ]
-    tidy(ResumePlan(adapters=(plan,)), Disk())
+    tidy([plan], Disk())
     assert versions_in(root) == [0, 1]
     assert (root / "broken-v000002").is_dir() == (kind != "deleted")
     assert write(stores(tmp_path), 2) == [None, None]
@@ -90,20 +90,19 @@ def test_if_none_is_left_the_start_fails_and_names_them(tmp_path: Path) -> None:
     for folder in ("v000000", "v000001"):
         (root / folder / FILE).unlink()
     plan = find(RunFolder(tmp_path), SPEC.name)
-    assert plan.lost
     with pytest.raises(CheckpointError, match=r"v000001: .* missing; .*v000000: .* missing .*--fresh"):
-        ResumePlan(adapters=(plan,)).check()
+        check_usable([plan])
     for folder in ("v000000", "v000001"):
         shutil.rmtree(root / folder)
     with pytest.raises(CheckpointError, match="v000001: it was written and its folder is missing"):
-        ResumePlan(adapters=(find(RunFolder(tmp_path), SPEC.name),)).check()
+        check_usable([find(RunFolder(tmp_path), SPEC.name)])
 
 
 def test_nothing_was_ever_written(tmp_path: Path) -> None:
-    plan = ResumePlan(adapters=(find(RunFolder(tmp_path), SPEC.name),))
-    plan.check()
-    assert (plan.adapters[0].newest, plan.adapters[0].broken) == (None, ())
-    assert plan.adapters[0].ref.version == 0
+    plan = find(RunFolder(tmp_path), SPEC.name)
+    check_usable([plan])
+    assert (plan.newest, plan.broken) == (None, ())
+    assert plan.ref.version == 0
 
 
 @pytest.mark.parametrize("rest", ["folder deleted", "adapter deleted", "never written"])
@@ -118,10 +117,9 @@ def test_steps_without_any_checkpoint_are_never_taken_again_in_silence(tmp_path:
         find(RunFolder(tmp_path), SPEC.name)
         shutil.rmtree(root if rest == "adapter deleted" else root.parent)
     plan = find(RunFolder(tmp_path), SPEC.name)
-    assert plan.lost
     text = rf"{root}: metrics.jsonl has 3 steps of it and there is no checkpoint .*--fresh"
     with pytest.raises(CheckpointError, match=text):
-        ResumePlan(adapters=(plan,)).check()
+        check_usable([plan])
     assert find(RunFolder(tmp_path), "third").broken == (), "an adapter that has made no step begins"
 
 
@@ -133,7 +131,7 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     (root / ".newest.0a1b2c3d").write_text("")
     plan = find(RunFolder(tmp_path), SPEC.name)
     assert (plan.ref.version, len(plan.leftovers), plan.broken) == (0, 2, ())
-    tidy(ResumePlan(adapters=(plan,)), Disk())
+    tidy([plan], Disk())
     assert sorted(p.name for p in root.iterdir()) == ["newest", "v000000"]
 
 

@@ -22,9 +22,9 @@ from areal_lora.checkpoint.recover import Version
 from areal_lora.network.http_server import HttpServer, listening
 from areal_lora.run_folder.paths import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
-from areal_lora.service import http
+from areal_lora.service import acceptance, http
 from areal_lora.service.queue import queue_writer
-from areal_lora.service.queue.queue_rows import Quota, Tables
+from areal_lora.service.queue.queue_rows import Quota
 from tests.support.checkpoint import trained_run
 from tests.support.clocks import Clock
 from tests.support.service.hostile import ErrorBody
@@ -256,7 +256,7 @@ def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatc
 
     async def scene(it: Running) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(it.writer._store, "answered", fails)
+            patch.setattr(acceptance, "answered", fails)
             asked = {"json": section(), "headers": {"Idempotency-Key": "k"}}
             refused(await it.call("acme", "POST", "/v1/adapters", **asked), 500, "service")
         with monkeypatch.context() as patch:
@@ -265,7 +265,7 @@ def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatc
             refused(await it.call("acme", "GET", "/v1/adapters/sums/metrics"), 500, "service")
         assert (await it.call("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
         with monkeypatch.context() as patch:
-            patch.setattr(Tables, "after", fails)  # after the commit: the run has to read what is durable
+            patch.setattr(queue_writer, "read_desired", fails)  # after the commit: the run has to read what is durable
             refused(await it.call("bolt", "POST", "/v1/adapters", json=section(name="late")), 500, "service")
         assert "bolt-late.1" not in desired(it)
         await it.writer.settle()

@@ -12,15 +12,16 @@ import pytest
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Operation, OperationFailure, OptimStep, Pass, PassResult, Poison, StepResult
 from areal_lora.service.http import refusal
-from areal_lora.service.queue.client_sessions import expire, open_sampler, saved, set_ttl, unload
+from areal_lora.service.queue.client_sessions import AdapterRequest, expire, open_sampler, saved, set_ttl, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
 from areal_lora.service.queue.queue import SHARED_S
+from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
-from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Pending, Save, SaveForSampler, Train
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Lora, Pending, Save, Train
 from tests.support.operations.scripted_trainer import scores
-from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
+from tests.support.service.queue import LORA, QUOTA, STEP, WAIT_S, Town, accept, tokens, town, until
 
 T = TypeVar("T")
 
@@ -110,12 +111,12 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             session = model.partition(":")[0]
             base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
             assert await it.queue.serve("acme", base) == ""
-            opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+            opened = await it.asked(model, 1, Save(for_sampler=True, sampler_seq=0))
             assert isinstance(opened, ActionResult)
             assert await it.queue.serve("acme", opened.sampler) == f"{adapter}@v0"
             await it.asked(model, 2, tokens(1, 2))
             await it.asked(model, 3, STEP)
-            flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
+            flying = await it.asked(model, 4, Save(for_sampler=True, sampler_seq=1, in_flight=True))
             assert isinstance(flying, ActionResult)
             assert await it.queue.serve("acme", flying.sampler) == adapter
             await asyncio.sleep(2 * SHARED_S)
@@ -391,9 +392,31 @@ def test_a_model_is_taken_out_by_upkeep_and_its_client_at_once(tmp_path: Path) -
     async def run() -> None:
         async with town(tmp_path / "run", capacity=1) as it:
             model = await it.model()
-            await it.queue.change(lambda tx: unload(tx, "acme", model))
-            await asyncio.gather(*(it.queue.placement.let_leave() for _ in range(3)))
+            name = model.replace(":train:", "-")
+            unloaded = it.queue.change(lambda tx: unload(tx, "acme", model))
+            await asyncio.gather(unloaded, it.queue.keep(), it.queue.end_session("acme", model.partition(":")[0]))
+            assert ("acme", name) not in it.writer.tables.adapters
             await it.model()
+
+    asyncio.run(run())
+
+
+def test_a_session_that_ends_while_its_model_is_checked_gets_none(tmp_path: Path) -> None:
+    """Nothing would end that model: no session is silent that has ended."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            session, loop = await it.queue.open_session("acme"), asyncio.get_running_loop()
+
+            def slow(name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
+                asyncio.run_coroutine_threadsafe(it.queue.end_session(tenant, session), loop).result(WAIT_S)
+                return accept(name, tenant, lora, quota)
+
+            it.queue._accept = slow
+            with pytest.raises(RequestError) as refused:
+                await it.queue.create_model("acme", session, 0, "p", CreateModel(lora=LORA))
+            assert refused.value.status == 410
+            assert not it.writer.tables.of("acme")
 
     asyncio.run(run())
 
@@ -412,7 +435,7 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
             for n in range(12):
                 model = await it.model()
                 session = model.partition(":")[0]
-                opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+                opened = await it.asked(model, 1, Save(for_sampler=True, sampler_seq=0))
                 assert isinstance(opened, ActionResult)
                 await it.queue.serve("acme", opened.sampler)
                 await it.queue.end_session("acme", session)
@@ -499,7 +522,7 @@ def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp
         async with town(tmp_path / "run") as it:
             model = await it.model()
             await it.asked(model, 1, tokens(1, 2))
-            for seq, action in ((2, Save(name="no/name")), (3, SaveForSampler(name="a" * 101))):
+            for seq, action in ((2, Save(name="no/name")), (3, Save(for_sampler=True, name="a" * 101))):
                 answer = await it.asked(model, seq, action)
                 assert isinstance(answer, OperationFailure)
                 assert answer.by_client

@@ -33,10 +33,10 @@ def test_the_longest_names_are_names_of_the_run() -> None:
 
 
 def test_a_deleted_adapter_is_not_desired_and_its_incarnation_is_remembered() -> None:
-    tables = Tables().after(row(), 1).after(row(name="other"), 2).after(row(wanted="deleted"), 3)
-    assert [each.key for each in tables.desired().adapters] == ["acme-other.1"]
-    assert tables.highest["acme", "math"] == 1
-    assert (tables.generation, len(tables.open)) == (3, 3)
+    tables = Tables().after(row(incarnation=3)).after(row(name="other")).after(row(incarnation=3, wanted="deleted"))
+    tables = tables.after(row(name="third", incarnation=2)).after(row(name="third", incarnation=2, wanted="deleted"))
+    assert [each.key for each in tables.desired()] == ["acme-other.1"]
+    assert tables.deleted == {"acme": 3}
 
 
 def test_a_key_is_random_and_only_its_digest_is_kept() -> None:

@@ -6,17 +6,29 @@ import itertools
 import os
 import random
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable
 from areal_lora.run_folder.paths import DesiredPhase
-from areal_lora.service.queue.client_sessions import AdapterRequest, changed, create
+from areal_lora.service.queue.client_sessions import AdapterRequest, answered, carried_out, changed, create, operate
 from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, Verb, digest_of
-from areal_lora.service.queue.queue_store import Store
+from areal_lora.service.queue.queue_store import (
+    ADAPTERS,
+    Store,
+    Transaction,
+    drop_key,
+    put_key,
+    put_tenant,
+    read_tables,
+)
+from areal_lora.types import AdapterPhase
 
+T = TypeVar("T")
 QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
 
 
@@ -28,13 +40,17 @@ def store(tmp_path: Path) -> Store:
 def opened(folder: Path) -> Store:
     store = Store(folder / "a service.sqlite", "run")
     for tenant in ("acme", "bolt"):
-        store.put_tenant(tenant, QUOTA)
+        change(store, lambda tx, tenant=tenant: put_tenant(tx, tenant, QUOTA))
     return store
 
 
-def operation(verb: Verb, request: str = "", fingerprint: str = "f") -> dict[str, object]:
-    answer = b"answer " + request.encode()
-    return {"verb": verb, "request": request or None, "fingerprint": fingerprint, "answer": answer, "at_s": 1.5}
+def change(store: Store, work: Callable[[Transaction], T]) -> T:
+    result, _ = store.change(work, 1.5)
+    return result
+
+
+def operated(store: Store, row: AdapterRow, verb: Verb = Verb.CREATE, request: str = "", mark: str = "f") -> bytes:
+    return change(store, lambda tx: operate(tx, row.tenant, verb, lambda _: row, request, mark))
 
 
 def new(tables: Tables, name: str = "math", tenant: str = "acme") -> AdapterRow:
@@ -47,128 +63,133 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     print(f"AREAL_LORA_SEED={seed}")
     draw, store = random.Random(seed), opened(tmp_path)
-    tables = store.load()
+    tables, used = store.tables, set[tuple[str, str]]()
     for n in itertools.count():
-        if n >= 120 and len(tables.highest) == 6:
+        if n >= 120 and len(used) == 6:
             break
         tenant, name, verb = draw.choice(["acme", "bolt"]), draw.choice("abc"), draw.choice(list(Verb))
         try:
             row = new(tables, name, tenant) if verb is Verb.CREATE else changed(tables, {}, tenant, name, verb)
         except RequestError:
             continue
-        number = store.record(row, **operation(verb, request=f"r{n}"))
-        tables = tables.after(row, number)
+        used.add((tenant, name))
+        operated(store, row, verb, f"r{n}")
+        tables = tables.after(row)
         if draw.random() < 0.1:
             store.close()
             store = opened(tmp_path)
-        assert store.load() == tables
-        assert store.load().desired() == tables.desired()
+        assert change(store, lambda tx: read_tables(tx.db)) == store.tables == tables
+        assert list(store.tables.adapters) == list(tables.adapters)
     store.close()
 
 
 def test_an_answer_is_found_by_tenant_and_request(store: Store) -> None:
-    row = new(store.load())
-    store.record(row, **operation(Verb.CREATE, "key", "print"))
-    assert store.answered("acme", "key") == ("print", b"answer key")
-    assert store.answered("bolt", "key") is None
-    assert store.answered("acme", "other") is None
+    made = operated(store, new(store.tables), Verb.CREATE, "key", "print")
+    assert b'"name":"math"' in made
+    assert change(store, lambda tx: answered(tx, "acme", "key", "print")) == made
+    assert change(store, lambda tx: answered(tx, "bolt", "key", "print")) is None
+    assert change(store, lambda tx: answered(tx, "acme", "other", "print")) is None
+    with pytest.raises(RequestError, match="another request"):
+        change(store, lambda tx: answered(tx, "acme", "key", "another print"))
 
 
 def test_a_name_has_one_bearer_and_a_request_one_operation(store: Store) -> None:
-    tables = store.load()
-    row = new(tables)
-    tables = tables.after(row, store.record(row, **operation(Verb.CREATE, "key")))
+    row = new(store.tables)
+    first = operated(store, row, Verb.CREATE, "key")
     second = AdapterRow(
         tenant="acme", name="math", incarnation=2, wanted=DesiredPhase.ACTIVE, settings={}, created_s=0.0
     )
     with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
-        store.record(second, **operation(Verb.CREATE, "another"))
+        change(store, lambda tx: ADAPTERS.insert(tx.db, second))
+    adapters = store.tables.adapters
+    assert operated(store, row, Verb.CREATE, "key") == first
+    assert store.tables.adapters is adapters, "nothing is made twice"
 
 
 def test_a_label_has_one_key(store: Store) -> None:
     for text in ("first", "second"):
-        store.put_key(Key(digest=digest_of(text), tenant="acme", label="laptop"))
-    assert list(store.load().keys) == [digest_of("second")]
-    store.drop_key("acme", "laptop")
-    assert not store.load().keys
+        key = Key(digest=digest_of(text), tenant="acme", label="laptop")
+        change(store, lambda tx, key=key: put_key(tx, key))
+    assert list(store.tables.keys) == [digest_of("second")]
+    change(store, lambda tx: drop_key(tx, "acme", "laptop"))
+    assert not store.tables.keys
 
 
 def test_operations_that_were_carried_out_are_not_open(store: Store) -> None:
-    row = new(store.load())
-    first = store.record(row, **operation(Verb.CREATE))
-    second = store.record(row, **operation(Verb.RESUME))
-    store.carried_out([first])
-    assert [each.number for each in store.load().open] == [second]
+    operated(store, new(store.tables))
+    operated(store, new(store.tables, "other"))
+    operated(store, changed(store.tables, {}, "acme", "math", Verb.PAUSE), Verb.PAUSE)
+    assert [row.open for row in store.tables.of("acme")] == [2, 1]
+    done = carried_out(store.tables, {"acme-math.1": AdapterPhase.PAUSED})
+    change(store, lambda tx: tx.carried_out(done))
+    assert [row.open for row in store.tables.of("acme")] == [0, 1]
+    assert change(store, lambda tx: read_tables(tx.db)) == store.tables
 
 
 def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
     assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    store.put_key(Key(digest=digest_of("tml-secret"), tenant="acme", label="laptop"))
+    key = Key(digest=digest_of("tml-secret"), tenant="acme", label="laptop")
+    change(store, lambda tx: put_key(tx, key))
     store.close()
     assert all(b"tml-secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_lora.service.queue.queue_store.MAX_DELETED", 8)
-    monkeypatch.setattr("areal_lora.service.queue.queue_store.MAX_OPERATIONS", 16)
-    sizes, keys, tables = [], set[str](), store.load()
-    kept = new(tables, "kept", "bolt")
-    store.record(kept, **operation(Verb.CREATE, "kept"))
+def test_deleted_adapters_and_answers_stay_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_lora.service.queue.client_sessions.MAX_ANSWERS", 16)
+    sizes, keys = [], set[str]()
+    kept = new(store.tables, "kept", "bolt")
+    answer = operated(store, kept, Verb.CREATE, "kept")
     for n in range(3):
         for k in range(40):
             for verb in (Verb.CREATE, Verb.DELETE):
-                tables = store.load()
                 name = f"name{k}-{n if k else 0}"  # one of them is used again and again
-                row = new(tables, name) if verb is Verb.CREATE else changed(tables, {}, "acme", name, verb)
-                if verb is Verb.CREATE:
+                make = verb is Verb.CREATE
+                row = new(store.tables, name) if make else changed(store.tables, {}, "acme", name, verb)
+                if make:
                     assert row.key not in keys, "what the run knows by this name has it for ever"
                     keys.add(row.key)
-                number = store.record(row, **operation(verb, f"{n} {k} {verb}" if k % 2 else ""))
-                store.carried_out([number])
-        store.prune()
-        sizes.append([*store.change(_counts), len(store.load().highest)])
-    assert sizes == [[9, 17, 9]] * 3
-    tables = store.load()
-    assert list(tables.adapters.values()) == [kept], "another tenant's, and what is there, stays"
-    assert store.answered("bolt", "kept") == ("f", b"answer kept")
-    assert store.answered("acme", "2 39 delete") is not None
+                operated(store, row, verb, f"{n} {k} {verb}" if k % 2 else "")
+        sizes.append(change(store, _counts))
+    assert sizes == [[1, 17]] * 3
+    assert list(store.tables.adapters.values()) == [kept], "another tenant's, and what is there, stays"
+    assert change(store, lambda tx: answered(tx, "bolt", "kept", "f")) == answer
+    assert change(store, lambda tx: answered(tx, "acme", "2 39 delete", "f")) is not None
 
 
-def _counts(db: sqlite3.Connection) -> list[int]:
-    return [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("adapters", "operations")]
+def _counts(tx: Transaction) -> list[int]:
+    return [tx.count(table) for table in ("adapters", "answers")]
 
 
 def test_any_exception_rolls_back_and_the_file_is_used_again(store: Store) -> None:
-    before = store.load()
+    before = store.tables
     row = new(before)
 
-    def fails(db: sqlite3.Connection) -> None:
-        db.execute("INSERT INTO tenants VALUES ('third', '{}')")
+    def fails(tx: Transaction) -> None:
+        tx.record(row)
+        put_tenant(tx, "third", QUOTA)
         raise OverflowError("too large")
 
     with pytest.raises(OverflowError):
-        store.change(fails)
-    with pytest.raises(OverflowError):
-        store.record(row, fails, **operation(Verb.CREATE))
-    assert store.load() == before
-    store.record(row, **operation(Verb.CREATE))
-    assert [each.name for each in store.load().adapters.values()] == ["math"]
+        store.change(fails, 1.5)
+    assert change(store, lambda tx: read_tables(tx.db)) == store.tables == before
+    operated(store, row)
+    assert [each.name for each in store.tables.adapters.values()] == ["math"]
 
 
 def test_a_full_disk_passes(store: Store) -> None:
-    before = store.load()
+    before = store.tables
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
     big = Key(digest="d" * (1 << 16), tenant="acme", label="laptop")
     with pytest.raises(Unavailable, match="full") as refused:
-        store.put_key(big)
+        change(store, lambda tx: put_key(tx, big))
     assert refused.value.status == 507
-    assert store.load() == before
+    assert change(store, lambda tx: read_tables(tx.db)) == store.tables == before
     store._db.execute("PRAGMA max_page_count = 1073741823")
-    store.put_key(big)
-    assert list(store.load().keys) == [big.digest]
+    change(store, lambda tx: put_key(tx, big))
+    assert list(store.tables.keys) == [big.digest]
 
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -19,10 +19,18 @@ from areal_lora.operations.protocol import (
     StepResult,
 )
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.client_sessions import end_session, open_sampler, served, unload
-from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, SaveForSampler, Train
+from areal_lora.service.queue.client_sessions import (
+    AdapterRequest,
+    end_session,
+    insert_model,
+    insert_snapshot,
+    open_sampler,
+    served,
+    unload,
+)
+from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
-from tests.support.service.ledger import QUOTA, Ledger
+from tests.support.service.ledger import LORA, QUOTA, Ledger
 
 PASS = Train(what=Pass(data=(), loss=Loss.DRO))
 STEP = Train(what=OptimStep(lr=1.0))
@@ -39,7 +47,7 @@ class World:
         self.ledger.change(lambda tx: expected(tx, self.adapter, 1))
         self.seq = self.number = 0
 
-    def submit(self, action: Train | Save | SaveForSampler | Load) -> str:
+    def submit(self, action: Train | Save | Load) -> str:
         self.seq += 1
         return self.ledger.change(lambda tx: submit(tx, "acme", self.model, self.seq, "f", action))
 
@@ -66,12 +74,12 @@ def test_data_are_kept_until_a_checkpoint_has_them() -> None:
     it.done(SCORED, SCORED)
     it.ledger.now_s += 10 * queue_writer.ANSWERED_S
     it.forget()
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1))
     assert [operation.what for operation in again] == [PASS.what, PASS.what], "the trainer may action for them again"
     it.submit(STEP)
     it.done(STEPPED)
     assert it.count("client_operations") == 3
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 1))
     assert [operation.what for operation in again] == [PASS.what, PASS.what, STEP.what], "a step that was answered, too"
     it.durable()
     assert (
@@ -149,7 +157,7 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
 
 def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     it = World()
-    it.submit(SaveForSampler(sampler_seq=0))
+    it.submit(Save(for_sampler=True, sampler_seq=0))
     it.done(KEPT, PublishResult(version=0))
     it.submit(Save(name="named"))
     it.done(KEPT)
@@ -171,8 +179,27 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     with pytest.raises(RequestError):
         it.ledger.change(lambda tx: served(tx, "acme", f"{session}:sample:0", None))
     assert it.ledger.change(queue_writer.drop_states) == []
-    dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1, 9))
+    dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1))
     assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
+
+
+def test_a_snapshot_that_could_not_be_loaded_leaves_and_the_next_one_is_made_anew() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    state, session = it.ledger.change(lambda tx: tx.states("1"))[0], it.model.partition(":")[0]
+    sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, state.path))
+    adapter = AdapterRequest(name="snapshot-1", rank=4, weight=1.0, settings={})
+    it.ledger.change(lambda tx: insert_snapshot(tx, "acme", adapter, state))
+    key = it.ledger.tables.adapters["acme", "snapshot-1"].key
+    failed = OperationFailure(reason="it is torn", by_client=False)
+    it.ledger.change(lambda tx: expected(tx, key, 1))
+    it.ledger.change(lambda tx: completed(tx, key, 1, failed))
+    refused = it.ledger.change(lambda tx: served(tx, "acme", sampler, None))
+    assert isinstance(refused, RequestError)
+    assert refused.reason == "it is torn"
+    assert ("acme", "snapshot-1") not in it.ledger.tables.adapters
+    assert it.ledger.change(lambda tx: served(tx, "acme", sampler, None)) == state
 
 
 def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() -> None:
@@ -184,6 +211,15 @@ def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() 
     it.done(KEPT)
     assert [row[0] for row in it.ledger.db.execute("SELECT label FROM saved_states")] == ["n2"]
     assert it.ledger.db.execute("SELECT label FROM dropped_states").fetchall() == [("n1",)]
+
+
+def test_a_save_in_flight_has_no_name() -> None:
+    """Nothing is kept of it, so its outcome would be that of no state."""
+    it = World()
+    waits = it.submit(Save(for_sampler=True, name="one", in_flight=True))
+    answer, _ = it.ledger.change(lambda tx: look(tx, "acme", waits))
+    assert isinstance(answer, OperationFailure)
+    assert "inflight" in answer.reason
 
 
 def test_saved_states_have_a_quota() -> None:
@@ -211,7 +247,7 @@ def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_m
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", load))
     assert isinstance(answer, OperationFailure)
     assert "its disk is full" in answer.reason
-    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2, 9))
+    again = it.ledger.change(lambda tx: to_send(tx, it.adapter, 2))
     assert not [operation for operation in again if isinstance(operation.what, LoadState)]
 
 
@@ -241,7 +277,7 @@ def test_a_deleted_adapter_ends_its_model_and_its_states_stay() -> None:
     _, adapter = it.ledger.model(
         action=CreateModel(lora=None, load=Load(path=f"tinker://{it.model}/weights/one", optimizer=True))
     )
-    [first] = it.ledger.change(lambda tx: to_send(tx, adapter, 1, 9))
+    [first] = it.ledger.change(lambda tx: to_send(tx, adapter, 1))
     assert first.what == LoadState(adapter=it.adapter, label="n1", optimizer=True)
 
 
@@ -282,6 +318,17 @@ def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
         it.ledger.change(lambda tx: unload(tx, "bolt", it.model))
 
 
+def test_a_model_is_made_once_also_when_its_request_is_forgotten() -> None:
+    it = World()
+    it.ledger.change(lambda tx: unload(tx, "acme", it.model))
+    it.ledger.db.execute("DELETE FROM requests")
+    session, adapter = it.model.partition(":")[0], AdapterRequest(name="again", rank=4, weight=1.0, settings={})
+    action = CreateModel(lora=LORA)
+    it.ledger.change(lambda tx: insert_model(tx, "acme", adapter, session, 0, "f", action, LORA))
+    assert it.count("models") == 1
+    assert not it.ledger.tables.of("acme")
+
+
 def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
     it = World()
     large = Train(what=Pass(data=(Datum(tokens=b"x" * (QUOTA.queued_mib << 20), weights=b""),), loss=Loss.DRO))
@@ -294,7 +341,7 @@ def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begin
     it.seq -= 1
     it.durable()
     waits = it.submit(large)
-    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 3, 9))
+    [sent] = it.ledger.change(lambda tx: to_send(tx, it.adapter, 3))
     assert isinstance(sent.what, Poison)
     assert "optim_step, or fewer data" in sent.what.reason
     it.done(OperationFailure(reason=sent.what.reason, by_client=True))

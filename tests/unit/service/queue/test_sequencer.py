@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_lora.errors import RequestError
-from areal_lora.operations.link import SendWindows
 from areal_lora.operations.protocol import (
     Acknowledgement,
     Backlog,
@@ -40,11 +40,11 @@ from areal_lora.operations.protocol import (
     ToTrainer,
     ends_window,
 )
-from areal_lora.service.queue.ordering import GAP_S
+from areal_lora.service.queue.ordering import AHEAD, GAP_S
 from areal_lora.service.queue.queue_writer import seal
 from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
-from tests.support.service.ledger import Ledger
+from tests.support.service.ledger import QUOTA, Ledger
 from tests.support.sizes import NIGHTLY, size
 
 BEHIND = 2
@@ -115,7 +115,8 @@ class Exchange(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger, self.trainer, self.windows = Ledger(), Executor(), SendWindows()
+        self.ledger, self.trainer = Ledger(), Executor()
+        self.next: int | None = None
         self.model, self.adapter = self.ledger.model()
         self.script: dict[int, ModelAction] = {}
         self.answers: dict[int, Answer] = {}
@@ -158,10 +159,14 @@ class Exchange(RuleBasedStateMachine):
 
     @rule()
     def service_sends(self) -> None:
-        if (due := self.windows.due(self.adapter)) is not None:
-            for operation in self.ledger.change(lambda tx: to_send(tx, self.adapter, *due)):
-                assert self.windows.sends(self.adapter, operation.number)
-                self.to_trainer.append(operation)
+        self.to_trainer += (found := self.due())
+        if self.next is not None:
+            assert [operation.number for operation in found] == [*range(self.next, self.next + len(found))]
+            self.next += len(found)
+
+    def due(self) -> list[Operation]:
+        start = self.next
+        return [] if start is None else self.ledger.change(lambda tx: to_send(tx, self.adapter, start))
 
     @precondition(lambda self: self.to_service)
     @rule()
@@ -170,17 +175,17 @@ class Exchange(RuleBasedStateMachine):
             case OperationCompletion(adapter=adapter, number=number, outcome=outcome):
                 self.ledger.change(lambda tx: completed(tx, adapter, number, outcome))
                 self.to_trainer.append(Acknowledgement(adapter=adapter, number=number))
-                self.windows.completed(adapter, number)
+                self.next = self.next and max(self.next, number + 1)
             case Durable(adapter=adapter, number=number):
                 self.ledger.change(lambda tx: durable(tx, adapter, number))
             case Expects(adapter=adapter, number=number):
                 assert self.ledger.change(lambda tx: expected(tx, adapter, number)), "nothing covered is asked for"
-                self.windows.expected(adapter, number)
+                self.next = number
 
     @rule()
     def service_is_killed(self) -> None:
         """Its file stays. What was on the way is lost in both directions."""
-        self.windows = SendWindows()
+        self.next = None
         self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
 
     # ------------------------------------------------------------ both
@@ -235,7 +240,7 @@ class Exchange(RuleBasedStateMachine):
         self.to_trainer, self.to_service = deque([ServiceHello()]), deque()
         begun = self.trainer.begin(self.adapter)
         self.to_service.extend(begun if told else [])
-        self.windows = SendWindows() if not told else self.windows
+        self.next = self.next if told else None
 
     # ------------------------------------------------------------ what must hold
 
@@ -262,9 +267,7 @@ class Exchange(RuleBasedStateMachine):
                 self.trainer_hears()
             elif self.trainer.backlog.first([self.adapter]) is not None:
                 self.trainer_works(1)
-            elif (due := self.windows.due(self.adapter)) and self.ledger.change(
-                lambda tx: to_send(tx, self.adapter, *due)
-            ):
+            elif self.due():
                 self.service_sends()
             elif self.trainer.newest.version > self.trainer.durable.version:
                 self.disk_works()
@@ -346,6 +349,24 @@ def test_a_pass_that_failed_fails_again_after_a_restart() -> None:
     assert isinstance(it.answers[3], OperationFailure)
 
 
+def test_at_most_so_many_are_ahead_of_the_outcomes() -> None:
+    ledger = Ledger(msgspec.structs.replace(QUOTA, queued=99))
+    model, adapter = ledger.model()
+    for seq in range(1, AHEAD + 9):
+        ledger.change(lambda tx, seq=seq: submit(tx, "acme", model, seq, "f", Train(what=Pass(data=(), loss=Loss.DRO))))
+
+    def due(start: int) -> list[int]:
+        return [each.number for each in ledger.change(lambda tx: to_send(tx, adapter, start))]
+
+    assert due(1) == [*range(1, AHEAD + 1)]
+    assert due(AHEAD + 1) == []
+    scored = PassResult(logprobs=(), loss=0.0)
+    for number in (1, 2):
+        ledger.change(lambda tx, number=number: completed(tx, adapter, number, scored))
+    assert due(AHEAD + 1) == [AHEAD + 1, AHEAD + 2]
+    assert due(1) == [*range(1, AHEAD + 3)], "what a restarted trainer repeats comes on top"
+
+
 def tick(it: Exchange, service_first: bool) -> bool:
     """One event of those that are due; False once all is done."""
     hears = (it.service_hears, bool(it.to_service)), (it.trainer_hears, bool(it.to_trainer))
@@ -353,8 +374,7 @@ def tick(it: Exchange, service_first: bool) -> bool:
         (lambda: it.trainer_works(1), it.trainer.backlog.first([it.adapter]) is not None),
         (it.disk_works, it.trainer.newest.version > it.trainer.durable.version),
     )
-    due = it.windows.due(it.adapter)
-    sends = it.service_sends, bool(due and it.ledger.change(lambda tx: to_send(tx, it.adapter, *due)))
+    sends = it.service_sends, bool(it.due())
     order = (*hears, sends, *works) if service_first else (hears[1], *works, sends, hears[0])
     event = next((event for event, is_due in order if is_due), None)
     if event is not None:

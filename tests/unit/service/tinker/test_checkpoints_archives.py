@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from safetensors.numpy import load, load_file
 
+from areal_lora.errors import RequestError
 from areal_lora.service.queue.client_sessions import expire
 from areal_lora.service.queue.requests import Lora, encode
 from areal_lora.service.tinker import checkpoints
@@ -154,17 +155,20 @@ def test_an_address_that_is_changed_old_or_of_another_run_opens_nothing(
 
 
 def test_each_run_signs_with_a_key_of_its_own(tmp_path: Path) -> None:
-    tokens = []
     may = Permission("acme", PATH, "n3", 1e12)
+    made = []
     for name in ("one", "other"):
 
         async def run(name: str = name) -> None:
             async with running(service_config(tmp_path / name)) as it:
-                config = service_config(tmp_path / name)
-                tokens.append(Archives(it.queue, config, it.folder).signed(may))
+                made.append(Archives(it.queue, service_config(tmp_path / name), it.folder))
 
         asyncio.run(run())
-    assert tokens[0] != tokens[1]
+    one, other = made
+    assert one.permitted(one.signed(may)) == may
+    with pytest.raises(RequestError) as refused:
+        other.permitted(one.signed(may))
+    assert refused.value.status == 404
 
 
 def test_a_state_that_cannot_be_read_is_a_typed_answer(tmp_path: Path) -> None:

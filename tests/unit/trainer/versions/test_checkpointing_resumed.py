@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, WholeCheckpoint
+from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint
 from areal_lora.config.load import load_config
 from areal_lora.trainer.versions.checkpointing import LAYOUT, chosen
 from tests.support.checkpoint.helpers import manifest_of
@@ -22,7 +22,7 @@ def test_every_parallel_size_that_changed_is_named(tmp_path: Path, caplog: pytes
     layout = now | {key: 8} if key in now else now  # as the trainer would have written it
     manifest = msgspec.structs.replace(manifest_of(3), layout=layout)
     found = WholeCheckpoint(path=tmp_path, manifest=manifest)
-    plan = ResumePlan(adapters=(AdapterResume(adapter=manifest.spec.name, newest=found),))
+    plan = [AdapterResume(adapter=manifest.spec.name, newest=found)]
     renamed = config.adapters[0].model_copy(update={"name": manifest.spec.name})
     with caplog.at_level(logging.INFO):
         assert chosen(plan, config.model_copy(update={"adapters": [renamed]})) == [str(tmp_path)]
