@@ -67,7 +67,6 @@ class AdapterData:
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
-    curriculum: Curriculum | None
     sets: tuple[EvalSet, ...]
 
 
@@ -102,7 +101,6 @@ def adapter_data(
         config=adapter,
         formatter=formatter,
         prompts=PromptStream(samples, formatter, seed=seed, max_prompt_tokens=max_prompt_tokens, order=curriculum),
-        curriculum=curriculum,
         sets=load_sets(config, adapter, tokenizer),
     )
 
@@ -154,8 +152,6 @@ class SharedResources:
             if (task := tasks.get(ticket.seq)) is not None:  # else it has ended without a report
                 task.cancel()
 
-        if part.curriculum is not None:
-            part.curriculum.attach(self.ledger, adapter.name)
         solved = None
         if sampling.difficulty == "learnability":
             solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)

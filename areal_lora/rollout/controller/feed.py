@@ -67,7 +67,7 @@ class AdapterFeed:
         self._dropped = deque[DroppedGroup](maxlen=budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
-        self._ledger, self._clock, self._solved, self._order = ledger, clock, solved, prompts.order
+        self._ledger, self._clock, self._solved = ledger, clock, solved
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
@@ -101,8 +101,6 @@ class AdapterFeed:
                 self.groups.birth += 1
                 if self._solved is not None:
                     self._solved.restore(decoded.solved if decoded is not None else {})
-                if self._order is not None:
-                    self._order.restore(decoded.stages if decoded is not None else ())
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
             self._resumed.append(version)
@@ -153,7 +151,7 @@ class AdapterFeed:
             return None
         ticket.version, ticket.deadline = self.newest, self._clock() + self._lease_s
         ticket.trainers = len(self._resumed)
-        self._ledger.run(ticket.seq, self.newest, ticket.deadline)
+        self._ledger.run(ticket.seq, self.newest)
         return AdapterRef(name=self.name, version=self.newest)
 
     def finish(self, ticket: Ticket, episode: Episode) -> bool:
@@ -259,9 +257,7 @@ class AdapterFeed:
             groups.check_and_flush()
             reached("controller.leased")
             self.pacer.taken()
-        solved = None if self._solved is None else self._solved.counts
-        stages = () if self._order is None else self._order.starts
-        snapshot = take_snapshot(self._ledger, step + 1, solved, stages)
+        snapshot = take_snapshot(self._ledger, step + 1, None if self._solved is None else self._solved.counts)
         return Lease(finished=tuple(chosen), snapshot=snapshot)
 
     def commit(self, step: int) -> None:

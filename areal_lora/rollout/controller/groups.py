@@ -214,6 +214,8 @@ class GroupPool:
 
     def load(self) -> None:
         """Take over what the ledger holds. Requests that run in this process and are still wanted keep running."""
+        if self._prompts.order is not None:
+            self._prompts.order.starts = self.ledger.head.stages
         rows = self.ledger.table.rows(*LIVE)
         wanted = {row.seq: row for row in rows if row.state in (GroupState.ISSUED, GroupState.RUNNING)}
         for ticket in list(self.running.values()):
