@@ -39,9 +39,8 @@ from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_la
 from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, Workflow, WorkflowContext
-from areal_lora.rollout.workflow_loading import build_training, build_workflow
+from areal_lora.rollout.workflow_loading import Teacher, build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, run_role, set_status, signalled

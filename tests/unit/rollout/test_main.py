@@ -25,7 +25,7 @@ from areal_lora.rollout import main
 from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts
-from areal_lora.rollout.teacher import Teacher
+from areal_lora.rollout.workflow_loading import Teacher
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
