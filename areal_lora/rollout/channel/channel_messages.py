@@ -12,13 +12,12 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText, SampleRecord
+from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
-from areal_lora.tasks.tally import Estimates
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 14
+PROTOCOL = 15
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -181,43 +180,18 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, str] = {}  # the last one of each kind in this process
 
 
-class EvalSetResult(Estimates, frozen=True, kw_only=True):
-    """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
-
-    ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
-    correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
-    ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
-    was taken.
-    """
-
-    name: str
-    n: int
-    wall_s: float
-    n_samples: int = 1
-    temperature: float = 0.0
-    left_out: int = 0
-    left_out_first: tuple[str, ...] = ()
-    samples: tuple[SampleRecord, ...] = ()
-    measured_with: str = ""
-    error: str = ""
-
-
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of ``adapter@v{version}``: the results of all sets, in the order of the configuration."""
+    """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
+
+    ``failed`` has the reasons of those without a record, by name.
+    """
 
     adapter: str
     version: int
     tag: str
-    sets: tuple[EvalSetResult, ...]
+    sets: tuple[EvalRecord, ...]
     wall_s: float
-
-    def record(self, order: int) -> EvalRecord:
-        """Set number ``order``, which has no error, as it is recorded."""
-        fields = msgspec.structs.asdict(self.sets[order])
-        del fields["error"], fields["ungraded"]
-        fields |= {name: list(fields[name]) for name in ("left_out_first", "samples")}
-        at = self.version
-        return EvalRecord(adapter=self.adapter, version=at, step=at, order=order, tag=self.tag, **fields)
+    failed: dict[str, str] = {}
 
 
 class Batch(ChannelMessage, frozen=True):

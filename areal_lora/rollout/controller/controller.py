@@ -270,9 +270,9 @@ class Controller:
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]
-            for order, found in enumerate(result.sets):
-                figures = found.error or result.record(order).figures()
-                log.info("evaluation %s of %s: %s: %s", result.tag, ref, found.name, figures)
+            figures = {record.name: record.figures() for record in result.sets}
+            for name, found in (figures | result.failed).items():
+                log.info("evaluation %s of %s: %s: %s", result.tag, ref, name, found)
             runtime.events.append(result)
             self._changes.notify()
 

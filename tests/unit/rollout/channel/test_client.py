@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import RolloutError
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.channel import channel_messages as m, client as verbs
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.channel.client import ControllerClient, Reminders
@@ -40,7 +41,7 @@ Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
 
 def result(version: int, tag: str) -> m.EvalResult:
-    found = m.EvalSetResult(name="held-out", accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
+    found = EvalRecord(adapter=NAME, version=version, step=version, accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
     return m.EvalResult(adapter=NAME, version=version, tag=tag, sets=(found,), wall_s=0.1)
 
 
