@@ -275,15 +275,16 @@ class TrainingWorkflow:
         """Raises GenerationFault. Where the greedy answer could not be scored, returns that: a fault of the group."""
         if self.given is not None and ref.version < self.given_steps:
             return await self.given.run(prompt, ref, seed)
-        workflows = [self.answers] if self.greedy is None else [self.answers, self.greedy]
-        episode, *greedy = await flow.all_samples([each.run(prompt, ref, seed) for each in workflows])
-        group = episode.group
-        for alone in greedy:
-            if flow.first_fault(alone.group) is not None:
-                return alone
-            rewards = {trajectory.sample: trajectory.reward for trajectory in alone.group.trajectories}
-            group = replace(group, baseline=statistics.fmean(rewards.values()))
-        if self.teacher is not None and flow.first_fault(group) is None:
-            scored = await flow.all_samples([self.teacher.scored(each, self.hold_s) for each in group.trajectories])
-            group = replace(group, trajectories=tuple(scored))
-        return replace(episode, group=group)
+        if self.greedy is None:
+            episode = await self.answers.run(prompt, ref, seed)
+        else:
+            both = [each.run(prompt, ref, seed) for each in (self.answers, self.greedy)]
+            episode, greedy = await flow.all_samples(both)
+            if flow.first_fault(greedy.group) is not None:
+                return greedy
+            rewards = {trajectory.sample: trajectory.reward for trajectory in greedy.group.trajectories}
+            episode = replace(episode, group=replace(episode.group, baseline=statistics.fmean(rewards.values())))
+        if self.teacher is None or flow.first_fault(episode.group) is not None:
+            return episode
+        scored = await flow.all_samples([self.teacher.scored(t, self.hold_s) for t in episode.group.trajectories])
+        return replace(episode, group=replace(episode.group, trajectories=tuple(scored)))

@@ -70,7 +70,7 @@ FOLD_EVERY = 16  # committed steps
 
 
 class LedgerRow(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
-    """One issue. Snapshots have live ones, of which the fields up to ``resampled`` count."""
+    """One issue. Snapshots have live ones as if they were issued, without trajectories."""
 
     seq: int
     position: int

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,7 @@ from areal_lora.run_folder.paths import RunFolder
 
 ROLLED_BACK = "rolled_back"
 SNAPSHOT_FORMAT = 1
+AS_ISSUED: dict[str, Any] = {"state": GroupState.ISSUED, "version": -1, "newest": -1, "step": -1}
 TRIES, PAUSE_S = 20, 0.05  # of copying a ledger that is being written
 
 
@@ -70,7 +72,7 @@ def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) ->
             issued=ledger.head.issued,
             consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
             dropped=dict(ledger.drop_reasons),
-            open=still_open,
+            open=[msgspec.structs.replace(row, **AS_ISSUED) for row in still_open],
             solved=solved or {},
             stages=ledger.head.stages,
         )
