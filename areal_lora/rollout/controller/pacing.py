@@ -43,7 +43,7 @@ adapter: places come free as groups end.
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from areal_lora.algorithms.fair_queue import FairQueue
@@ -174,29 +174,19 @@ class Claim:
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTally:
-    """Groups of this process that are not in flight any more: ``answered`` of the ``ended`` ones.
-
-    ``tokens`` are those of the answers that may be trained on.
-    """
-
-    ended: int = 0
-    answered: int = 0
-    tokens: int = 0
-
-
 class Starts(Protocol):
-    """An adapter that may have a group to start; ``running`` are in flight, ``tally`` has those that are not any more.
+    """An adapter that may have a group to start; ``running`` are in flight.
 
-    It is ``idle`` if it wants no group at all, as one that is paused: not one that may not yet start a group.
+    ``ended`` has for each that is not any more the tokens that may be trained on, None without an answer; the queue
+    empties it. It is ``idle`` if it wants no group at all, as one that is paused: not one that may not yet start a
+    group.
     """
 
     @property
     def running(self) -> int: ...
 
     @property
-    def tally(self) -> GroupTally: ...
+    def ended(self) -> list[int | None]: ...
 
     @property
     def idle(self) -> bool: ...
@@ -260,10 +250,8 @@ class Account:
     adapter: Starts
     estimate: float = 0.0
     answered: int = 0
-    _seen: GroupTally = field(init=False)
 
     def __post_init__(self) -> None:
-        self._seen = self.adapter.tally
         self.estimate = float(self.claim.sequences)
 
     @property
@@ -276,11 +264,11 @@ class Account:
 
         A group without an answer counts with the estimate: it had its place, too.
         """
-        tally = self.adapter.tally
-        ended, answered = tally.ended - self._seen.ended, tally.answered - self._seen.answered
+        ended = len(self.adapter.ended)
+        answers = [tokens for tokens in self.adapter.ended if tokens is not None]
+        self.adapter.ended.clear()
         # A group counts at least one token, or one whose groups have none would have all places.
-        tokens = max(tally.tokens - self._seen.tokens, answered)
-        self._seen = tally
+        answered, tokens = len(answers), max(sum(answers), len(answers))
         if answered:
             self.answered += answered
             self.estimate += (tokens / answered - self.estimate) * min(1.0, answered / min(self.answered, RECENT))

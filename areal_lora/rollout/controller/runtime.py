@@ -12,7 +12,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.pacing import Claim, GroupTally
+from areal_lora.rollout.controller.pacing import Claim
 from areal_lora.rollout.workflow import Workflow, derived_seed, first_fault
 
 NO_VERSION_WAIT_S = 0.2
@@ -78,8 +78,8 @@ class AdapterRuntime:
         return len(self.feed.groups.running)
 
     @property
-    def tally(self) -> GroupTally:
-        return self.feed.groups.tally
+    def ended(self) -> list[int | None]:
+        return self.feed.groups.ended
 
     @property
     def off(self) -> bool:

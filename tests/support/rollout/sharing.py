@@ -12,7 +12,7 @@ from functools import partial
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally, Pacing
+from areal_lora.rollout.controller.pacing import Admission, Claim, Pacing
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -47,8 +47,8 @@ class Sharer:
         return len(self.feed.groups.running)
 
     @property
-    def tally(self) -> GroupTally:
-        return self.feed.groups.tally
+    def ended(self) -> list[int | None]:
+        return self.feed.groups.ended
 
     @property
     def idle(self) -> bool:

@@ -17,7 +17,7 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.pacing import Claim, GroupTally
+from areal_lora.rollout.controller.pacing import Claim
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
@@ -211,7 +211,7 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
 
     runtime: Any = SimpleNamespace(
         feed=SimpleNamespace(expire_overdue=expire_overdue),
-        tally=GroupTally(),
+        ended=[],
         claim=Claim(sequences=1, groups=1, weight=1.0),
         fail=lambda reason: pytest.fail(reason),
     )
@@ -233,7 +233,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             feed=feed,
             tasks=tasks,
             running=0,
-            tally=GroupTally(),
+            ended=[],
             idle=True,
             start_one=lambda: False,
             paused=False,
