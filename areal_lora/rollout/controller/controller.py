@@ -18,8 +18,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.evaluation import Changes
 from areal_lora.rollout.controller.groups import Lease, Ticket, group_text
-from areal_lora.rollout.controller.pacing import Admission
-from areal_lora.rollout.controller.runtime import AdapterRuntime
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Admission
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
@@ -57,7 +56,7 @@ class Controller:
         self._session = f"{self._birth}:"
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
-        self._admission = Admission({name: runtime.claim for name, runtime in adapters.items()}, adapters)
+        self._admission = Admission(adapters)
         for runtime in adapters.values():
             runtime.start = self._start
 
@@ -183,7 +182,7 @@ class Controller:
                     runtime.resize(len(self._router.servers))
                 runtime.start = self._start
                 self._joined[name] = self._adapters[name] = runtime
-                self._admission.add(name, runtime.claim, runtime)
+                self._admission.add(name, runtime)
                 log.info("%s joins at version %d", name, request.version)
             self._joined[name].paused = request.paused
         self._admission.admit()

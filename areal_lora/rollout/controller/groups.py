@@ -208,7 +208,7 @@ class GroupPool:
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
         self.ended: list[int | None] = []
-        """Tokens to train on of groups that have run, None without an answer; `pacing.Admission` empties it."""
+        """Tokens to train on of groups that have run, None without an answer; `runtime.Admission` empties it."""
         self.on_expire, self._prompts, self._solved, self._clock = on_expire, prompts, solved, clock
 
     # ------------------------------------------------------------ loading

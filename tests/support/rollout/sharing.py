@@ -12,7 +12,8 @@ from functools import partial
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.pacing import Admission, Claim, Pacing
+from areal_lora.rollout.controller.pacing import Pacing
+from areal_lora.rollout.controller.runtime import Admission, Claim
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -41,6 +42,10 @@ class Sharer:
     feed: AdapterFeed
     start: Callable[[Sharer, Ticket], None]
     step: int = 0
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(sequences=self.profile.samples, groups=self.profile.groups, weight=self.profile.weight)
 
     @property
     def running(self) -> int:
@@ -94,9 +99,7 @@ class Sharing:
         self.steps: list[Step] = []
         self.sharers = {p.name: self._sharer(p, eta, pacing) for p in profiles}
         self.turns = FairQueue({p.name: p.weight for p in profiles})
-        self.admission = Admission(
-            {p.name: Claim(sequences=p.samples, groups=p.groups, weight=p.weight) for p in profiles}, self.sharers
-        )
+        self.admission = Admission(self.sharers)
         self.admission.sequences = places
 
     def _sharer(self, profile: Profile, eta: int, pacing: Pacing) -> Sharer:

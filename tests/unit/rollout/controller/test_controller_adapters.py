@@ -17,7 +17,7 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.pacing import Claim
+from areal_lora.rollout.controller.runtime import Claim
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
