@@ -83,7 +83,6 @@ class ControllerLink:
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
         ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
-        requests = [m.StepRequest(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
         shown = ""
         while True:
@@ -93,7 +92,7 @@ class ControllerLink:
             if (waiting := self._waiting(wanted, draining)) != shown:
                 shown = waiting
                 self._recorder.status(waiting)
-            reply = self._client.poll(requests, wait_s)
+            reply = self._client.poll(wanted, wait_s)
             self.record_evals(self._client.take_events())
             if isinstance(reply, m.Batch):
                 return self._received(reply)

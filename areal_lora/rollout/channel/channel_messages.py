@@ -15,7 +15,7 @@ from areal_lora.network.rpc import Listener, Wire
 from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
-from areal_lora.types import TrajectoryGroup
+from areal_lora.types import AdapterRef, TrajectoryGroup
 
 PROTOCOL = 15
 WIRE = Wire(
@@ -70,22 +70,16 @@ class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
     left: tuple[str, ...] = ()
 
 
-class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of the adapter's ``step``, consumed at ``version``."""
-
-    adapter: str
-    step: int
-    version: int
-
-
 class GetBatch(SessionMessage, frozen=True, kw_only=True):
-    """Long poll for a batch of the first of ``wanted`` that has one. Reply: Batch, AdapterFailed or NotReady.
+    """Long poll for a batch of the first of ``wanted`` that has one, to be consumed at that version.
+
+    Reply: Batch, AdapterFailed or NotReady.
 
     A step that is not committed is served again unchanged. NotReady comes before ``timeout_s`` where evaluation
     results wait to be delivered; with nothing wanted the request waits for these only.
     """
 
-    wanted: tuple[StepRequest, ...]
+    wanted: tuple[AdapterRef, ...]
     timeout_s: float
 
 
@@ -140,9 +134,7 @@ class Shutdown(SessionMessage, frozen=True, kw_only=True):
 class Welcome(ChannelMessage, frozen=True):
     """``session`` identifies one controller process in contact with one trainer process."""
 
-    adapters: tuple[str, ...]
     session: str
-    protocol: int = PROTOCOL
 
 
 class StaleSession(ChannelMessage, frozen=True):
@@ -190,7 +182,6 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     tag: str
     sets: tuple[EvalRecord, ...]
-    wall_s: float
     failed: dict[str, str] = {}
 
 

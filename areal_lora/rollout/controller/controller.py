@@ -129,7 +129,7 @@ class Controller:
         for name, runtime in self._adapters.items():
             runtime.hello(request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b""))
         self._changes.notify()
-        return m.Welcome(adapters=tuple(self._adapters), session=self._session)
+        return m.Welcome(session=self._session)
 
     def _announce(self, request: m.AnnounceVersion) -> m.Ack:
         runtime = self.adapter(request.adapter)
@@ -216,15 +216,15 @@ class Controller:
             await runtime.close()
 
     async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
-        wanted = [(self.adapter(w.adapter), w) for w in request.wanted]
+        wanted = [(self.adapter(ref.name), ref.version) for ref in request.wanted]
         reply: m.Batch | m.AdapterFailed | None = None
 
         def ready() -> bool:
             nonlocal reply
             if request.session != self._session:
                 return True  # of a trainer that another one has replaced
-            for runtime, w in wanted:
-                reply = _take(runtime, w)
+            for runtime, version in wanted:
+                reply = _take(runtime, version)
                 if reply is not None:
                     break
             self._admission.admit()
@@ -293,16 +293,16 @@ class Controller:
             self._changes.notify()
 
 
-def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.AdapterFailed | None:
+def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | None:
     """What the adapter has for the trainer; None while a batch is not ready."""
     if runtime.failure is not None:
         return runtime.failure
-    lease = runtime.feed.take(wanted.step, wanted.version)
+    lease = runtime.feed.take(step)
     if lease is None:
         return None
     return m.Batch(
-        adapter=wanted.adapter,
-        step=wanted.step,
+        adapter=runtime.feed.name,
+        step=step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
         texts=tuple(group_text(each.ticket, each.episode) for each in lease.finished) if runtime.texts else (),

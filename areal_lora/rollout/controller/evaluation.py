@@ -141,7 +141,7 @@ class Evaluator:
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
         """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason."""
-        start, sets, failed = time.monotonic(), list[EvalRecord](), dict[str, str]()
+        sets, failed = list[EvalRecord](), dict[str, str]()
         for order, chosen in enumerate(self.sets):
             measure = partial(self._set, chosen, ref)
             try:
@@ -155,10 +155,7 @@ class Evaluator:
             except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
                 log.exception("evaluation of %s on %s", ref, chosen.name)
                 failed[chosen.name] = f"{type(error).__name__}: {error}"
-        wall_s = time.monotonic() - start
-        return EvalResult(
-            adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), wall_s=wall_s, failed=failed
-        )
+        return EvalResult(adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), failed=failed)
 
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalRecord:
         start = time.monotonic()

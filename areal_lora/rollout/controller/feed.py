@@ -231,7 +231,7 @@ class AdapterFeed:
 
     # ------------------------------------------------------------ handing over
 
-    def take(self, step: int, version: int) -> Lease | None:
+    def take(self, step: int) -> Lease | None:
         """The groups of ``step``, oldest issue first, or None while fewer than a batch are ready.
 
         Groups of the oldest versions are chosen, because they would be too old first. The choice does not change the
@@ -241,16 +241,16 @@ class AdapterFeed:
         groups, next_version = self.groups, self._ledger.head.next_version
         chosen = groups.leased(step)
         if chosen:
-            check_fresh(chosen, version, self.budget)
-        elif (step, version) != (next_version, next_version):
-            raise RolloutError(f"{self.name}: step {step} at v{version} requested, but step {next_version} is next")
+            check_fresh(chosen, step, self.budget)
+        elif step != next_version:
+            raise RolloutError(f"{self.name}: step {step} requested, but step {next_version} is next")
         else:
             self.pacer.requested((finished.ready_s for finished in groups.ready.values()), live=groups.live)
             if len(groups.ready) < self.budget.prompts_per_step:
                 return None
             by_age = sorted(groups.ready, key=lambda seq: (groups.ready[seq].oldest, seq))
             chosen = [groups.ready[seq] for seq in sorted(by_age[: self.budget.prompts_per_step])]
-            check_fresh(chosen, version, self.budget)
+            check_fresh(chosen, step, self.budget)
             groups.lease(chosen, step)
             self._ledger.head.next_version = step + 1
             self._drop_stale()

@@ -140,7 +140,7 @@ class Sharing:
             return
         for name in self.turns.order(self.sharers):
             sharer = self.sharers[name]
-            lease = sharer.feed.take(sharer.step, sharer.step)
+            lease = sharer.feed.take(sharer.step)
             if lease is not None:
                 n = sum(t.columns.n_sampled for group in lease.groups for t in group.trajectories)
                 self.busy = True

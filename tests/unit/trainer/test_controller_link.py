@@ -65,7 +65,7 @@ def held_out(version: int, **figures: Any) -> EvalResult:
     found = EvalRecord(
         adapter=NAME, version=version, step=version, name="held-out", wall_s=1.0, samples=[sample], **measured
     )
-    return EvalResult(adapter=NAME, version=version, tag="held-out", wall_s=1.0, sets=(found,))
+    return EvalResult(adapter=NAME, version=version, tag="held-out", sets=(found,))
 
 
 def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(tmp_path: Path) -> None:

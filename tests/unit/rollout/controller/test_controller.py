@@ -38,7 +38,6 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
     one = FakeServer(fault=faults.get, delay_s=lambda k: 0.01 * (k % 3))
     two = FakeServer(fault=faults.get, answer=lambda prompt, sample: ([65 + sample, 2], "0"))
     run = controller(one, two, eta=1, b=4, steps=6)
-    assert run.client.adapters == (NAME,)
     run.client.request_eval(AdapterRef(name=NAME, version=0), "before")  # asked before the version is there
     seen: set[str] = set()
     lags: set[int] = set()
@@ -240,7 +239,7 @@ def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
     run.activate(0)
     reply: object = None
     while not isinstance(reply, m.AdapterFailed):
-        reply = run.client.poll((m.StepRequest(adapter=NAME, step=0, version=0),))
+        reply = run.client.poll((AdapterRef(name=NAME, version=0),))
     assert reply.exit_code == ExitCode.WRONG_INPUT, "a restart of the trainer would fail alike"
     assert f"TypeError: object of type 'NoneType' has no len() ({file}:3)" in reply.reason
     stats = run.stats(NAME)

@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.obs.metrics.records import EvalRecord
-from areal_lora.rollout.channel.channel_messages import NotReady, StepRequest
+from areal_lora.rollout.channel.channel_messages import NotReady
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -162,7 +162,7 @@ def test_evaluations_give_way_while_the_trainer_waits_and_only_then(
     monkeypatch.setattr(EvalPlaces, "trainer_waits", lambda _, waits: given.append(waits))
     run = controller(FakeServer(answer=solve), evals=[{"name": "greedy"}], steps=3, eta=0)
     assert given == [False], "a trainer that greets does not wait"
-    assert isinstance(run.client.poll([StepRequest(adapter=NAME, step=0, version=0)], 0.0), NotReady)
+    assert isinstance(run.client.poll([AdapterRef(name=NAME, version=0)], 0.0), NotReady)
     assert given[1:] == [True], "no version is on the servers: it will ask again"
     run.client.poll([], 0.0)
     assert given[2:] == [False], "it waits for no batch, but for the end of an evaluation"

@@ -238,7 +238,7 @@ def test_a_controller_asks_once_for_all_adapters_of_a_task_also_for_those_that_j
     assert [record.wall_s == 0 for record in records] == [record.adapter not in took for record in records]
     assert records[3].figures().endswith(f"measured with {records[3].measured_with}")
     # A later version is the adapter's own.
-    run.client.next_batch("twin", step=0, version=0)
+    run.client.next_batch("twin", 0)
     run.activate(1, "twin")
     run.client.request_eval(AdapterRef(name="twin", version=1), "e")
     assert run.client.wait_eval(AdapterRef(name="twin", version=1), "e").sets[0].measured_with == ""

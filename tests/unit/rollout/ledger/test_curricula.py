@@ -82,7 +82,7 @@ def played(path: Path, steps: int, stop: int | None, lose: bool = False, eta: in
         feed_.announce(step)
         for ticket in admit_all(feed_):
             feed_.finish(ticket, episode(ticket.prompt, step))
-        lease = feed_.take(step, step) or lease
+        lease = feed_.take(step) or lease
         feed_.commit(step)
         taken.append([group.uid for group in lease.groups])
     file.close()
