@@ -27,7 +27,7 @@ from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.launcher.plan import CONTROLLER, SERVER, make_plan
 from areal_lora.launcher.start import RunStart, with_absolute_root
-from areal_lora.rollout.channel.channel_messages import AdapterFailed, Batch, NotReady, StepRequest
+from areal_lora.rollout.channel.channel_messages import AdapterFailed, Batch, NotReady
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
@@ -109,7 +109,7 @@ class RolloutSide:
     def step(self) -> Batch:
         """Take the next batch, commit it, publish the next version, ask for an evaluation if one is due."""
         name = self.config.adapters[0].name
-        wanted = (StepRequest(adapter=name, step=self.version, version=self.version),)
+        wanted = (AdapterRef(name=name, version=self.version),)
         while isinstance(batch := self.client.poll(wanted), NotReady):
             continue
         if isinstance(batch, AdapterFailed):

@@ -2,7 +2,7 @@
 
 The adapter with the smallest virtual time is served next. n tokens move its time on by n / weight, so that tokens
 follow the weights while several adapters wait, and no adapter waits for one that has nothing to do. The trainer
-queues steps with it, the rollout controller groups (`areal_lora.rollout.controller.pacing`): the shares of trained
+queues steps with it, the rollout controller groups (`areal_lora.rollout.controller.runtime`): the shares of trained
 tokens are the same whichever side is the slower one.
 
 The trainer has adapters with rollouts and those of clients in one order. An operation of a client is there at once, a

@@ -61,13 +61,11 @@ def evaluate(
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
     with served(folder, config, chosen, [version], 0) as server:
         result = asyncio.run(_measured(folder, config, chosen, sets, server))
-    for order, found in enumerate(result.sets):
-        if not found.error:
-            record = result.record(order)
-            text = msgspec.json.encode(record).decode() if as_json else f"{found.name}: {record.figures()}"
-            print(text if as_json else f"{server.models[0]}  {text}")
-    if lost := [f"{found.name}: {found.error}" for found in result.sets if found.error]:
-        raise RolloutError("; ".join(lost))
+    for record in result.sets:
+        text = msgspec.json.encode(record).decode() if as_json else f"{record.name}: {record.figures()}"
+        print(text if as_json else f"{server.models[0]}  {text}")
+    if result.failed:
+        raise RolloutError("; ".join(f"{name}: {reason}" for name, reason in result.failed.items()))
 
 
 def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterConfig:

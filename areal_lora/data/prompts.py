@@ -184,7 +184,8 @@ class Prompt:
 class Order(Protocol):
     """What puts samples at positions, in place of a shuffled order of all; ``key`` is what it depends on.
 
-    One of each of the ``sets`` of indices has to fit. ``starts`` are the positions at which it changes, its state.
+    One of each of the ``sets`` of indices has to fit. ``starts`` are the positions at which it changes, its state,
+    which the ledger has.
     """
 
     key: str
@@ -194,8 +195,6 @@ class Order(Protocol):
     def place(self, position: int) -> tuple[int, int]: ...  # epoch and index, which no two positions share
 
     def issue(self, position: int, step: int) -> None: ...
-
-    def restore(self, starts: Sequence[int]) -> None: ...
 
 
 class PromptStream:

@@ -39,9 +39,8 @@ from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_la
 from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.teacher import Teacher
 from areal_lora.rollout.workflow import Scorer, Workflow, WorkflowContext
-from areal_lora.rollout.workflow_loading import build_training, build_workflow
+from areal_lora.rollout.workflow_loading import Teacher, build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import EVENT_LOOP, EVERY_S, Heart, run_role, set_status, signalled
@@ -67,7 +66,6 @@ class AdapterData:
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
-    curriculum: Curriculum | None
     sets: tuple[EvalSet, ...]
 
 
@@ -102,7 +100,6 @@ def adapter_data(
         config=adapter,
         formatter=formatter,
         prompts=PromptStream(samples, formatter, seed=seed, max_prompt_tokens=max_prompt_tokens, order=curriculum),
-        curriculum=curriculum,
         sets=load_sets(config, adapter, tokenizer),
     )
 
@@ -154,8 +151,6 @@ class SharedResources:
             if (task := tasks.get(ticket.seq)) is not None:  # else it has ended without a report
                 task.cancel()
 
-        if part.curriculum is not None:
-            part.curriculum.attach(self.ledger, adapter.name)
         solved = None
         if sampling.difficulty == "learnability":
             solved = SolvedShares(self.ledger, adapter.name, part.prompts, run.seed)

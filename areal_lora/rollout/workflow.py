@@ -18,7 +18,6 @@ Tokens are never made from text again once they exist: what the model sampled is
 import asyncio
 import itertools
 import math
-import statistics
 from array import array
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -330,26 +329,6 @@ def greedy(sampling: SamplingConfig) -> SamplingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithBaseline:
-    """``answers`` to a prompt with the mean reward of ``greedy``, a workflow of one greedy sample (ReMax).
-
-    The greedy answer is sampled with the group, by the same version where that is still served. Only its reward is
-    kept, as the group's ``baseline``: it is never trained on.
-    """
-
-    answers: Workflow
-    greedy: Workflow
-
-    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        """Raises GenerationFault. Where the greedy answer could not be scored, returns that: a fault of the group."""
-        episode, greedy = await all_samples([w.run(prompt, ref, seed) for w in (self.answers, self.greedy)])
-        if first_fault(greedy.group) is not None:
-            return greedy
-        rewards = {trajectory.sample: trajectory.reward for trajectory in greedy.group.trajectories}
-        return replace(episode, group=replace(episode.group, baseline=statistics.fmean(rewards.values())))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GivenWorkflow:
     """The data set's own answer to a prompt, once, scored by servers and reward. ``column`` holds its text.
 
@@ -379,20 +358,3 @@ class GivenWorkflow:
         (score,) = await context.score([context.item(prompt.sample, answer)])
         trajectory = replace(single_turn(prompt, 0, ref.name, answer, score), given=True)
         return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(trajectory,)), texts=(text,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenFirst:
-    """``given`` for groups issued with a version below ``steps``, ``then`` for all later ones.
-
-    The last given answers may be consumed up to the staleness bound later, beside rollouts: each sequence knows
-    which it is.
-    """
-
-    given: Workflow
-    then: Workflow
-    steps: int
-
-    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        workflow = self.given if ref.version < self.steps else self.then
-        return await workflow.run(prompt, ref, seed)

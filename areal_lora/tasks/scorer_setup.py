@@ -5,6 +5,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,42 +30,32 @@ log = logging.getLogger(__name__)
 
 def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
     """What a scorer process of ``reward`` needs and may do."""
-    setup = Setup(
+    own: dict[str, Any] = {}
+    match reward:
+        case FunctionReward():
+            processes = ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE
+            own = {"path": reward.path, "network": reward.network, "processes": processes}
+            own["scratch_bytes"] = SCRATCH_BYTES
+        case JudgeReward() | ModelReward():
+            share = max(1, API_LIMITS.concurrency // reward.workers)
+            limits = msgspec.to_builtins(msgspec.structs.replace(API_LIMITS, concurrency=share))
+            own = {"network": True, "settings": reward.model_dump() | {"limits": limits}}
+            if hidden is not None and isinstance(reward, JudgeReward):
+                kept = RunFolder(hidden).judge
+                kept.mkdir(mode=0o700, exist_ok=True)
+                own |= {"scratch_bytes": CACHE_BYTES, "kept": str(kept)}
+        case CodeReward():
+            own = {"settings": reward.model_dump() | {"test_s": TEST_S}, "processes": ProcessPolicy.MANY}
+            own["scratch_bytes"] = PROGRAM_BYTES
+    return Setup(
         kind=reward.kind,
         timeout_s=reward.timeout_s,
         memory_bytes=MEMORY_BYTES,
         hidden=None if hidden is None else str(hidden),
         parent_pid=os.getpid(),
         search_path=tuple(folder or os.getcwd() for folder in sys.path),
+        **own,
     )
-    match reward:
-        case FunctionReward():
-            return msgspec.structs.replace(
-                setup,
-                path=reward.path,
-                scratch_bytes=SCRATCH_BYTES,
-                network=reward.network,
-                processes=ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE,
-            )
-        case JudgeReward() | ModelReward():
-            share = max(1, API_LIMITS.concurrency // reward.workers)
-            limits = msgspec.to_builtins(msgspec.structs.replace(API_LIMITS, concurrency=share))
-            settings = reward.model_dump() | {"limits": limits}
-            setup = msgspec.structs.replace(setup, network=True, settings=settings)
-            if hidden is None or not isinstance(reward, JudgeReward):
-                return setup
-            kept = RunFolder(hidden).judge
-            kept.mkdir(mode=0o700, exist_ok=True)
-            return msgspec.structs.replace(setup, scratch_bytes=CACHE_BYTES, kept=str(kept))
-        case CodeReward():
-            return msgspec.structs.replace(
-                setup,
-                scratch_bytes=PROGRAM_BYTES,
-                processes=ProcessPolicy.MANY,
-                settings=reward.model_dump() | {"test_s": TEST_S},
-            )
-        case _:
-            return setup
 
 
 def in_a_box(argv: list[str], setup: Setup) -> tuple[list[str], Setup]:

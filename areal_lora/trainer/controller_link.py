@@ -83,7 +83,6 @@ class ControllerLink:
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
         ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
-        requests = [m.StepRequest(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
         shown = ""
         while True:
@@ -93,7 +92,7 @@ class ControllerLink:
             if (waiting := self._waiting(wanted, draining)) != shown:
                 shown = waiting
                 self._recorder.status(waiting)
-            reply = self._client.poll(requests, wait_s)
+            reply = self._client.poll(wanted, wait_s)
             self.record_evals(self._client.take_events())
             if isinstance(reply, m.Batch):
                 return self._received(reply)
@@ -161,16 +160,14 @@ class ControllerLink:
 
     def record_evals(self, results: Iterable[EvalResult]) -> None:
         for result in results:
-            tracker, first = self._evals[result.adapter], result.sets[0]
+            tracker = self._evals[result.adapter]
             tracker.pending.discard(result.version)
-            if not first.error:
-                tracker.results[result.version] = Evaluation(accuracy=first.accuracy, reward_mean=first.reward_mean)
-            for order, found in enumerate(result.sets):
-                if found.error:
-                    where = (found.name, result.adapter, result.version)
-                    log.warning("evaluation %s of %s@v%d failed: %s", *where, found.error)
-                else:
-                    self._recorder.evaluation(result, order)
+            for name, reason in result.failed.items():
+                log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
+            for found in result.sets:
+                if found.order == 0:
+                    tracker.results[result.version] = Evaluation(accuracy=found.accuracy, reward_mean=found.reward_mean)
+                self._recorder.evaluation(found)
 
     def shutdown(self) -> None:
         """End the controller."""

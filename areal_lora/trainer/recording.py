@@ -16,7 +16,7 @@ from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
-from areal_lora.rollout.channel.channel_messages import Batch, EvalResult
+from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
@@ -111,9 +111,8 @@ class Recorder:
         """Take a batch that is consumed; it goes into the record of its step."""
         self._batches[batch.adapter] = batch, step_metrics.of_rollouts(batch)
 
-    def evaluation(self, result: EvalResult, order: int) -> None:
-        """Record set number ``order`` of an evaluation."""
-        self._writer.write(result.record(order))
+    def evaluation(self, record: records.EvalRecord) -> None:
+        self._writer.write(record)
 
     def reported(self, report: PublishReport, new: bool) -> None:
         """Record the publish of a ``new`` version, and servers that joined, left or were lost since the last report."""

@@ -224,7 +224,7 @@ class _World:
 
     async def _batch(self, step: int, published: asyncio.Task[None]) -> m.Batch:
         """The groups of ``step``; silent servers are excluded meanwhile, as by `next_work.catch_up`."""
-        wanted = (m.StepRequest(adapter=self.name, step=step, version=step),)
+        wanted = (AdapterRef(name=self.name, version=step),)
         request = m.GetBatch(wanted=wanted, timeout_s=SHORT_POLL_S, session=self.session)
         while not isinstance(reply := await self.controller.handle(request), m.Batch):
             if isinstance(reply, m.AdapterFailed):

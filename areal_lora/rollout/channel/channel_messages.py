@@ -12,13 +12,12 @@ import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.rpc import Listener, Wire
-from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText, SampleRecord
+from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
-from areal_lora.tasks.tally import Estimates
-from areal_lora.types import TrajectoryGroup
+from areal_lora.types import AdapterRef, TrajectoryGroup
 
-PROTOCOL = 14
+PROTOCOL = 15
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -71,22 +70,16 @@ class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
     left: tuple[str, ...] = ()
 
 
-class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of the adapter's ``step``, consumed at ``version``."""
-
-    adapter: str
-    step: int
-    version: int
-
-
 class GetBatch(SessionMessage, frozen=True, kw_only=True):
-    """Long poll for a batch of the first of ``wanted`` that has one. Reply: Batch, AdapterFailed or NotReady.
+    """Long poll for a batch of the first of ``wanted`` that has one, to be consumed at that version.
+
+    Reply: Batch, AdapterFailed or NotReady.
 
     A step that is not committed is served again unchanged. NotReady comes before ``timeout_s`` where evaluation
     results wait to be delivered; with nothing wanted the request waits for these only.
     """
 
-    wanted: tuple[StepRequest, ...]
+    wanted: tuple[AdapterRef, ...]
     timeout_s: float
 
 
@@ -141,9 +134,7 @@ class Shutdown(SessionMessage, frozen=True, kw_only=True):
 class Welcome(ChannelMessage, frozen=True):
     """``session`` identifies one controller process in contact with one trainer process."""
 
-    adapters: tuple[str, ...]
     session: str
-    protocol: int = PROTOCOL
 
 
 class StaleSession(ChannelMessage, frozen=True):
@@ -181,43 +172,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, str] = {}  # the last one of each kind in this process
 
 
-class EvalSetResult(Estimates, frozen=True, kw_only=True):
-    """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
-
-    ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
-    correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
-    ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
-    was taken.
-    """
-
-    name: str
-    n: int
-    wall_s: float
-    n_samples: int = 1
-    temperature: float = 0.0
-    left_out: int = 0
-    left_out_first: tuple[str, ...] = ()
-    samples: tuple[SampleRecord, ...] = ()
-    measured_with: str = ""
-    error: str = ""
-
-
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of ``adapter@v{version}``: the results of all sets, in the order of the configuration."""
+    """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
+
+    ``failed`` has the reasons of those without a record, by name.
+    """
 
     adapter: str
     version: int
     tag: str
-    sets: tuple[EvalSetResult, ...]
-    wall_s: float
-
-    def record(self, order: int) -> EvalRecord:
-        """Set number ``order``, which has no error, as it is recorded."""
-        fields = msgspec.structs.asdict(self.sets[order])
-        del fields["error"], fields["ungraded"]
-        fields |= {name: list(fields[name]) for name in ("left_out_first", "samples")}
-        at = self.version
-        return EvalRecord(adapter=self.adapter, version=at, step=at, order=order, tag=self.tag, **fields)
+    sets: tuple[EvalRecord, ...]
+    failed: dict[str, str] = {}
 
 
 class Batch(ChannelMessage, frozen=True):

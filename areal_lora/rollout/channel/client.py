@@ -72,15 +72,13 @@ class Reminders:
         with self._lock:
             return self._joined[adapter]
 
-    def received(self, batch: m.Batch, version: int) -> None:
-        """``batch`` is consumed at ``version``."""
+    def received(self, batch: m.Batch) -> None:
+        after = batch.step + 1
         with self._lock:
             if (joined := self._joined.get(batch.adapter)) is not None:
-                self._joined[batch.adapter] = msgspec.structs.replace(
-                    joined, version=version + 1, snapshot=batch.snapshot
-                )
+                self._joined[batch.adapter] = msgspec.structs.replace(joined, version=after, snapshot=batch.snapshot)
             else:
-                self._versions[batch.adapter], self._snapshots[batch.adapter] = version + 1, batch.snapshot
+                self._versions[batch.adapter], self._snapshots[batch.adapter] = after, batch.snapshot
 
     def settle(self, result: m.EvalResult) -> bool:
         """Whether ``result`` was pending; it is not pending any more."""
@@ -101,13 +99,12 @@ class Reminders:
 
 
 class ControllerSession:
-    """Requests and replies, from any thread. ``adapters`` are the controller's, known after the first greeting.
+    """Requests and replies, from any thread.
 
     ``replies_lost``: a reply that may have carried evaluation results did not arrive in this session.
     """
 
     def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float) -> None:
-        self.adapters: tuple[str, ...] = ()
         self.reminders = Reminders(secrets.token_hex(8))
         self.replies_lost = False
         self._find_endpoint, self._secret, self._patience_s = find_endpoint, secret, patience_s
@@ -145,7 +142,7 @@ class ControllerSession:
                     for request in reminders
                 ]
                 if not any(isinstance(reply, m.StaleSession) for reply in replies):
-                    self.adapters, self._session, self.replies_lost = welcome.adapters, welcome.session, False
+                    self._session, self.replies_lost = welcome.session, False
 
     def close(self) -> None:
         for _, connection in self._connections.values():
@@ -240,10 +237,6 @@ class ControllerClient:
         self._lock = threading.Lock()
         self._events: list[m.EvalResult] = []  # fetched, and not yet returned by a method
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return self._session.adapters
-
     def hello(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
         """State which version of each adapter has been loaded, with the ledger snapshots of its checkpoint.
 
@@ -265,9 +258,7 @@ class ControllerClient:
         """A checkpoint that contains ``step`` and all steps before it is durable."""
         self._session.request(m.CommitStep(adapter=adapter, step=step), m.Ack)
 
-    def poll(
-        self, wanted: Sequence[m.StepRequest], wait_s: float | None = None
-    ) -> m.Batch | m.AdapterFailed | m.NotReady:
+    def poll(self, wanted: Sequence[AdapterRef], wait_s: float | None = None) -> m.Batch | m.AdapterFailed | m.NotReady:
         """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``, by default a second.
 
         Evaluation results that came with the reply are kept for `take_events`.
@@ -281,8 +272,7 @@ class ControllerClient:
             return reply
         self._keep(reply.events)
         if isinstance(reply, m.Batch):
-            version = next(w.version for w in wanted if w.adapter == reply.adapter)
-            self._session.reminders.received(reply, version)
+            self._session.reminders.received(reply)
         return reply
 
     def take_events(self) -> tuple[m.EvalResult, ...]:

@@ -18,8 +18,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller.evaluation import Changes
 from areal_lora.rollout.controller.groups import Lease, Ticket, group_text
-from areal_lora.rollout.controller.pacing import Admission
-from areal_lora.rollout.controller.runtime import AdapterRuntime
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Admission
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
@@ -57,7 +56,7 @@ class Controller:
         self._session = f"{self._birth}:"
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
-        self._admission = Admission({name: runtime.claim for name, runtime in adapters.items()}, adapters)
+        self._admission = Admission(adapters)
         for runtime in adapters.values():
             runtime.start = self._start
 
@@ -130,7 +129,7 @@ class Controller:
         for name, runtime in self._adapters.items():
             runtime.hello(request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b""))
         self._changes.notify()
-        return m.Welcome(adapters=tuple(self._adapters), session=self._session)
+        return m.Welcome(session=self._session)
 
     def _announce(self, request: m.AnnounceVersion) -> m.Ack:
         runtime = self.adapter(request.adapter)
@@ -183,7 +182,7 @@ class Controller:
                     runtime.resize(len(self._router.servers))
                 runtime.start = self._start
                 self._joined[name] = self._adapters[name] = runtime
-                self._admission.add(name, runtime.claim, runtime)
+                self._admission.add(name, runtime)
                 log.info("%s joins at version %d", name, request.version)
             self._joined[name].paused = request.paused
         self._admission.admit()
@@ -217,15 +216,15 @@ class Controller:
             await runtime.close()
 
     async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
-        wanted = [(self.adapter(w.adapter), w) for w in request.wanted]
+        wanted = [(self.adapter(ref.name), ref.version) for ref in request.wanted]
         reply: m.Batch | m.AdapterFailed | None = None
 
         def ready() -> bool:
             nonlocal reply
             if request.session != self._session:
                 return True  # of a trainer that another one has replaced
-            for runtime, w in wanted:
-                reply = _take(runtime, w)
+            for runtime, version in wanted:
+                reply = _take(runtime, version)
                 if reply is not None:
                     break
             self._admission.admit()
@@ -270,9 +269,9 @@ class Controller:
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]
-            for order, found in enumerate(result.sets):
-                figures = found.error or result.record(order).figures()
-                log.info("evaluation %s of %s: %s: %s", result.tag, ref, found.name, figures)
+            figures = {record.name: record.figures() for record in result.sets}
+            for name, found in (figures | result.failed).items():
+                log.info("evaluation %s of %s: %s: %s", result.tag, ref, name, found)
             runtime.events.append(result)
             self._changes.notify()
 
@@ -294,16 +293,16 @@ class Controller:
             self._changes.notify()
 
 
-def _take(runtime: AdapterRuntime, wanted: m.StepRequest) -> m.Batch | m.AdapterFailed | None:
+def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | None:
     """What the adapter has for the trainer; None while a batch is not ready."""
     if runtime.failure is not None:
         return runtime.failure
-    lease = runtime.feed.take(wanted.step, wanted.version)
+    lease = runtime.feed.take(step)
     if lease is None:
         return None
     return m.Batch(
-        adapter=wanted.adapter,
-        step=wanted.step,
+        adapter=runtime.feed.name,
+        step=step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
         texts=tuple(group_text(each.ticket, each.episode) for each in lease.finished) if runtime.texts else (),

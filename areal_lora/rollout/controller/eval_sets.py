@@ -15,8 +15,8 @@ from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, prompts_of
 from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.channel_messages import EvalSetResult
 from areal_lora.rollout.workflow import greedy
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.tasks.datasets import load_samples
@@ -138,40 +138,31 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """``result`` was measured with version 0 of ``adapter``."""
-
-    adapter: str
-    result: EvalSetResult
-
-
 class BaseEvals:
-    """The results of a run by key, in memory and in ``folder``, if there is one."""
+    """The records of a run by key, in memory and in ``folder``, if there is one."""
 
     def __init__(self, folder: RunFolder | None = None) -> None:
         self._folder = folder
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, EvalRecord] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalSetResult]]) -> EvalSetResult:
-        """The result of ``key``: what ``measure`` returns for ``ref``, or the result of another adapter.
+    async def once(self, key: str, ref: AdapterRef, measure: Callable[[], Awaitable[EvalRecord]]) -> EvalRecord:
+        """The record of ``key``: what ``measure`` returns for ``ref``, or that of another adapter.
 
-        Callers of one key wait for each other. A result with an error, or a ``measure`` that is cancelled, is not kept:
-        the next caller measures again. A result of another adapter names it, and has taken no time.
+        Callers of one key wait for each other. Where ``measure`` raises or is cancelled, the next caller measures
+        again. A record that was another adapter's names it, and has taken no time.
         """
         async with self._turns[key]:
             kept = self._kept.get(key) or self._read(key)
             if kept is None:
-                result = await measure()
-                if not result.error:
-                    self._keep(key, _Kept(adapter=ref.name, result=result))
-                return result
+                self._keep(key, made := await measure())
+                return made
         self._kept[key] = kept
         if kept.adapter == ref.name:
-            return kept.result
-        return msgspec.structs.replace(kept.result, measured_with=kept.adapter, wall_s=0.0)
+            return kept
+        return msgspec.structs.replace(kept, adapter=ref.name, measured_with=kept.adapter, wall_s=0.0)
 
-    def _keep(self, key: str, kept: _Kept) -> None:
+    def _keep(self, key: str, kept: EvalRecord) -> None:
         self._kept[key] = kept
         if self._folder is None:
             return
@@ -182,12 +173,12 @@ class BaseEvals:
         except OSError as error:
             log.warning("%s: %s; after a restart the base is evaluated again", path, error.strerror)
 
-    def _read(self, key: str) -> _Kept | None:
+    def _read(self, key: str) -> EvalRecord | None:
         if self._folder is None:
             return None
         path = self._folder.base_evals / f"{key}.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_Kept)
+            return msgspec.json.decode(path.read_bytes(), type=EvalRecord)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:

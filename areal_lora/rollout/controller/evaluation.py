@@ -22,10 +22,10 @@ from itertools import islice
 import msgspec
 
 from areal_lora.data.prompts import Prompt
-from areal_lora.errors import ArealLoraError
-from areal_lora.obs.metrics.records import SampleRecord
+from areal_lora.errors import ArealLoraError, RolloutError
+from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.eval_sets import N_NAMED, BaseEvals, EvalSet
 from areal_lora.rollout.controller.groups import USER_CODE
@@ -140,34 +140,31 @@ class Evaluator:
     base: BaseEvals = field(default_factory=BaseEvals)
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for faults of servers, scorers or workflows: ``error`` of a set's result states the reason."""
-        start = time.monotonic()
-        sets = []
-        for chosen in self.sets:
-            if ref.version == 0 and chosen.base_key is not None:
-                found = await self.base.once(chosen.base_key, ref, partial(self._set, chosen, ref))
-                sets.append(msgspec.structs.replace(found, name=chosen.name))
-            else:
-                sets.append(await self._set(chosen, ref))
-        return EvalResult(
-            adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), wall_s=time.monotonic() - start
-        )
-
-    async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
-        start = time.monotonic()
-        try:
-            with self.places.share() as share:
-                prompts = chosen.held_out.prompts
-                answers = await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
-        except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
-            known = isinstance(error, ArealLoraError)
-            if not known:
+        """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason."""
+        sets, failed = list[EvalRecord](), dict[str, str]()
+        for order, chosen in enumerate(self.sets):
+            measure = partial(self._set, chosen, ref)
+            try:
+                if ref.version == 0 and chosen.base_key is not None:
+                    found = await self.base.once(chosen.base_key, ref, measure)
+                else:
+                    found = await measure()
+                sets.append(msgspec.structs.replace(found, name=chosen.name, order=order, tag=tag))
+            except ArealLoraError as error:
+                failed[chosen.name] = str(error)
+            except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
                 log.exception("evaluation of %s on %s", ref, chosen.name)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            return failed(chosen, reason, time.monotonic() - start)
+                failed[chosen.name] = f"{type(error).__name__}: {error}"
+        return EvalResult(adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), failed=failed)
+
+    async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalRecord:
+        start = time.monotonic()
+        with self.places.share() as share:
+            prompts = chosen.held_out.prompts
+            answers = await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
         # In a thread: the bootstrap of a large set takes a second.
         return await asyncio.to_thread(
-            result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
+            record_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
 
     async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
@@ -235,31 +232,36 @@ def _last_turn(chosen: EvalSet, trajectory: Trajectory) -> str:
     return text
 
 
-def result_of(
+def record_of(
     chosen: EvalSet, ref: AdapterRef, answers: Sequence[Sequence[Answer]], reward_kind: str, wall_s: float
-) -> EvalSetResult:
-    figures = estimate(answers, reward_kind)
-    if figures.reward_mean is None:
-        return failed(chosen, f"no answer could be scored: {answers[0][0].score.detail}", wall_s)
-    scored = sum(map(len, answers)) - figures.unscored
-    if 0 < figures.ungraded < scored:
+) -> EvalRecord:
+    """Raises RolloutError where no answer could be scored."""
+    found = estimate(answers, reward_kind)
+    if found.reward_mean is None:
+        raise RolloutError(f"no answer could be scored: {answers[0][0].score.detail}")
+    figures = msgspec.structs.asdict(found)
+    ungraded, scored = figures.pop("ungraded"), sum(map(len, answers)) - found.unscored
+    if 0 < ungraded < scored:
         log.warning(
             "evaluation %s of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
             "'correct' for every answer, or set evals.correct_threshold)",
             chosen.name,
             ref,
-            figures.ungraded,
+            ungraded,
             scored,
         )
-    return EvalSetResult(
+    return EvalRecord(
+        adapter=ref.name,
+        version=ref.version,
+        step=ref.version,
         name=chosen.name,
         n=len(answers),
         n_samples=chosen.config.n_samples,
         temperature=chosen.config.temperature,
         left_out=len(chosen.held_out.left_out),
-        left_out_first=chosen.held_out.left_out[:N_NAMED],
+        left_out_first=list(chosen.held_out.left_out[:N_NAMED]),
         wall_s=wall_s,
-        samples=tuple(
+        samples=[
             SampleRecord(
                 prompt=prompt.sample.prompt,
                 completion=problem[0].text,
@@ -268,10 +270,6 @@ def result_of(
                 correct=problem[0].score.correct,
             )
             for prompt, problem in islice(zip(chosen.held_out.prompts, answers, strict=True), N_SAMPLES)
-        ),
-        **msgspec.structs.asdict(figures),
+        ],
+        **figures,
     )
-
-
-def failed(chosen: EvalSet, error: str, wall_s: float) -> EvalSetResult:
-    return EvalSetResult(name=chosen.name, n=0, wall_s=wall_s, error=error)

@@ -67,7 +67,7 @@ class AdapterFeed:
         self._dropped = deque[DroppedGroup](maxlen=budget.prompts_per_step)
         self.failures = FailureStreak()
         self.pacer = Pacer(pacing, budget, clock)
-        self._ledger, self._clock, self._solved, self._order = ledger, clock, solved, prompts.order
+        self._ledger, self._clock, self._solved = ledger, clock, solved
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
@@ -101,8 +101,6 @@ class AdapterFeed:
                 self.groups.birth += 1
                 if self._solved is not None:
                     self._solved.restore(decoded.solved if decoded is not None else {})
-                if self._order is not None:
-                    self._order.restore(decoded.stages if decoded is not None else ())
             apply(self._ledger, plan, decoded)
             self._ledger.head.trainer = trainer
             self._resumed.append(version)
@@ -153,7 +151,7 @@ class AdapterFeed:
             return None
         ticket.version, ticket.deadline = self.newest, self._clock() + self._lease_s
         ticket.trainers = len(self._resumed)
-        self._ledger.run(ticket.seq, self.newest, ticket.deadline)
+        self._ledger.run(ticket.seq, self.newest)
         return AdapterRef(name=self.name, version=self.newest)
 
     def finish(self, ticket: Ticket, episode: Episode) -> bool:
@@ -233,7 +231,7 @@ class AdapterFeed:
 
     # ------------------------------------------------------------ handing over
 
-    def take(self, step: int, version: int) -> Lease | None:
+    def take(self, step: int) -> Lease | None:
         """The groups of ``step``, oldest issue first, or None while fewer than a batch are ready.
 
         Groups of the oldest versions are chosen, because they would be too old first. The choice does not change the
@@ -243,25 +241,23 @@ class AdapterFeed:
         groups, next_version = self.groups, self._ledger.head.next_version
         chosen = groups.leased(step)
         if chosen:
-            check_fresh(chosen, version, self.budget)
-        elif (step, version) != (next_version, next_version):
-            raise RolloutError(f"{self.name}: step {step} at v{version} requested, but step {next_version} is next")
+            check_fresh(chosen, step, self.budget)
+        elif step != next_version:
+            raise RolloutError(f"{self.name}: step {step} requested, but step {next_version} is next")
         else:
             self.pacer.requested((finished.ready_s for finished in groups.ready.values()), live=groups.live)
             if len(groups.ready) < self.budget.prompts_per_step:
                 return None
             by_age = sorted(groups.ready, key=lambda seq: (groups.ready[seq].oldest, seq))
             chosen = [groups.ready[seq] for seq in sorted(by_age[: self.budget.prompts_per_step])]
-            check_fresh(chosen, version, self.budget)
+            check_fresh(chosen, step, self.budget)
             groups.lease(chosen, step)
             self._ledger.head.next_version = step + 1
             self._drop_stale()
             groups.check_and_flush()
             reached("controller.leased")
             self.pacer.taken()
-        solved = None if self._solved is None else self._solved.counts
-        stages = () if self._order is None else self._order.starts
-        snapshot = take_snapshot(self._ledger, step + 1, solved, stages)
+        snapshot = take_snapshot(self._ledger, step + 1, None if self._solved is None else self._solved.counts)
         return Lease(finished=tuple(chosen), snapshot=snapshot)
 
     def commit(self, step: int) -> None:

@@ -19,7 +19,7 @@ from areal_lora.errors import RolloutError, UserCodeError
 from areal_lora.obs.metrics.records import DroppedGroup, GroupText
 from areal_lora.processes.watched import reached
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.pacing import STALE, GroupTally
+from areal_lora.rollout.controller.pacing import STALE
 from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import LIVE, GroupState, Ledger, LedgerRow
 from areal_lora.rollout.workflow import Episode
@@ -207,13 +207,16 @@ class GroupPool:
         self.ready: dict[int, ScoredGroup] = {}
         self.leases: dict[int, list[int]] = {}
         self.idle_since_s: float | None = None  # nothing in flight
-        self.tally = GroupTally()
+        self.ended: list[int | None] = []
+        """Tokens to train on of groups that have run, None without an answer; `runtime.Admission` empties it."""
         self.on_expire, self._prompts, self._solved, self._clock = on_expire, prompts, solved, clock
 
     # ------------------------------------------------------------ loading
 
     def load(self) -> None:
         """Take over what the ledger holds. Requests that run in this process and are still wanted keep running."""
+        if self._prompts.order is not None:
+            self._prompts.order.starts = self.ledger.head.stages
         rows = self.ledger.table.rows(*LIVE)
         wanted = {row.seq: row for row in rows if row.state in (GroupState.ISSUED, GroupState.RUNNING)}
         for ticket in list(self.running.values()):
@@ -279,8 +282,7 @@ class GroupPool:
     def stop(self, ticket: Ticket, tokens: int | None = None) -> None:
         """``ticket`` runs no longer; the caller moves its row. If it was answered there are ``tokens`` to train on."""
         del self.running[ticket.seq]
-        ended, answered, before = self.tally.ended + 1, self.tally.answered + (tokens is not None), self.tally.tokens
-        self.tally = GroupTally(ended=ended, answered=answered, tokens=before + (tokens or 0))
+        self.ended.append(tokens)
         if not self.running:
             self.idle_since_s = self._clock()
 

@@ -1,10 +1,20 @@
-"""Everything that belongs to one adapter in the controller, and the work of one of its groups."""
+"""Everything that belongs to one adapter in the controller, and the work of one of its groups.
+
+Which adapter's group starts next: one fair queue over the sequences that the servers take at once.
+
+Every adapter may use all places that no other one wants. While several want one, it goes to the adapter with the
+smallest virtual time: the trained tokens of its groups per unit of weight (`areal_lora.algorithms.fair_queue`), so that
+tokens follow the weights whatever the number of places and the length of answers. A group in flight counts with an
+estimate, the recent mean of its adapter, until its tokens are known. Groups in flight are never cut off for another
+adapter: places come free as groups end.
+"""
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
@@ -12,10 +22,10 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.pacing import Claim, GroupTally
 from areal_lora.rollout.workflow import Workflow, derived_seed, first_fault
 
 NO_VERSION_WAIT_S = 0.2
+RECENT = 16  # answered groups whose mean is the estimate
 
 log = get_logger(__name__)
 
@@ -34,6 +44,15 @@ class Capacity:
     def evaluated(self, servers: int) -> int:
         """Sequences that the evaluations of all adapters may have at once: the other half is for training rollouts."""
         return servers * self.sequences // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One adapter in the queue: a group has ``sequences``, a step ``groups``; ``weight`` is its part."""
+
+    sequences: int
+    groups: int
+    weight: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,8 +97,9 @@ class AdapterRuntime:
         return len(self.feed.groups.running)
 
     @property
-    def tally(self) -> GroupTally:
-        return self.feed.groups.tally
+    def ended(self) -> list[int | None]:
+        """Of each group that is not in flight any more the tokens to train on; the admission empties it."""
+        return self.feed.groups.ended
 
     @property
     def off(self) -> bool:
@@ -88,9 +108,11 @@ class AdapterRuntime:
 
     @property
     def idle(self) -> bool:
+        """Whether it wants no group at all; not one that may not yet start a group."""
         return self.off or self.feed.newest == NO_VERSION
 
     def start_one(self) -> bool:
+        """Start a group; False where pacing or the staleness budget allow none."""
         ticket = None if self.off else self.feed.admit()
         if ticket is not None:
             self.start(self, ticket)
@@ -135,3 +157,86 @@ class AdapterRuntime:
             else:
                 feed.finish(ticket, episode)
                 return
+
+
+class Admission(FairQueue):
+    """Starts groups of ``adapters`` while there is room for ``sequences`` at once on all servers together.
+
+    The time of an adapter has its groups in flight, with their estimates.
+    """
+
+    def __init__(self, adapters: Mapping[str, AdapterRuntime]) -> None:
+        super().__init__({name: adapter.claim.weight for name, adapter in adapters.items()})
+        self.sequences = 0
+        self._accounts = {name: Account(adapter) for name, adapter in adapters.items()}
+
+    def add(self, name: str, adapter: AdapterRuntime) -> None:
+        self._settle()
+        self.join(name, adapter.claim.weight)
+        self._accounts[name] = Account(adapter)
+
+    def leave(self, name: str) -> None:
+        super().leave(name)
+        del self._accounts[name]
+
+    def time(self, name: str) -> float:
+        return super().time(name) + self.cost(name, self._accounts[name].in_flight)
+
+    def admit(self) -> None:
+        """Start groups until no adapter has one, or no place remains."""
+        self._settle()
+        candidates, waiting = list(self._accounts), list[str]()
+        while (
+            candidates and sum(a.claim.sequences * a.adapter.running for a in self._accounts.values()) < self.sequences
+        ):
+            first = min(candidates, key=self.time)
+            start = self.time(first)
+            if self._accounts[first].adapter.start_one():
+                for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
+                    account = self._accounts[name]
+                    self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
+            else:
+                candidates.remove(first)
+                waiting.append(first)
+
+    def _settle(self) -> None:
+        known = [a.estimate / a.claim.sequences for a in self._accounts.values() if a.answered]
+        length = sum(known) / len(known) if known else 1.0
+        for name, account in self._accounts.items():
+            self.charge(name, account.settle(length))
+
+
+@dataclass(slots=True)
+class Account:
+    """Groups of one adapter. ``estimate`` is what a group in flight counts, in tokens."""
+
+    adapter: AdapterRuntime
+    claim: Claim = field(init=False)
+    estimate: float = field(init=False)
+    answered: int = 0
+
+    def __post_init__(self) -> None:
+        self.claim = self.adapter.claim
+        self.estimate = float(self.claim.sequences)
+
+    @property
+    def in_flight(self) -> float:
+        """Tokens of the groups in flight."""
+        return self.adapter.running * self.estimate
+
+    def settle(self, length: float) -> float:
+        """Tokens of the groups that have ended since the last call; ``length`` is the mean of all adapters' answers.
+
+        A group without an answer counts with the estimate: it had its place, too.
+        """
+        ended = len(self.adapter.ended)
+        answers = [tokens for tokens in self.adapter.ended if tokens is not None]
+        self.adapter.ended.clear()
+        # A group counts at least one token, or one whose groups have none would have all places.
+        answered, tokens = len(answers), max(sum(answers), len(answers))
+        if answered:
+            self.answered += answered
+            self.estimate += (tokens / answered - self.estimate) * min(1.0, answered / min(self.answered, RECENT))
+        elif not self.answered:
+            self.estimate = self.claim.sequences * length
+        return tokens + (ended - answered) * self.estimate

@@ -5,7 +5,7 @@ Position p draws a value by a hash of seed and p, then the row at place p of a s
 most once in as many positions as its value has rows.
 
 A position belongs to the stage of the step that its group is for, when it is issued for the first time. The positions
-at which stages start are in the ledger file, and in its snapshots.
+at which stages start are in the head of the ledger, and in its snapshots.
 
 Curriculum by difficulty: prompts that the adapter solves always or never are drawn less often.
 
@@ -30,10 +30,6 @@ from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.tasks.stored_samples import indices_by_value
 from areal_lora.types import Sample, TrajectoryGroup
 
-STAGES = """CREATE TABLE IF NOT EXISTS stages (
-    adapter TEXT NOT NULL, stage INTEGER NOT NULL, position INTEGER NOT NULL,
-    PRIMARY KEY (adapter, stage)) WITHOUT ROWID"""
-
 
 class Curriculum:
     """Order of one adapter's prompts. ``starts`` has the positions at which the stages after the first one start."""
@@ -45,15 +41,6 @@ class Curriculum:
         self.sets: Sequence[Sequence[int]] = [self._rows[value] for value in sorted(drawn)]
         self.key = json.dumps([chosen.column, chosen.stages])
         self.starts = list[int]()
-        self._file: LedgerFile | None = None
-        self._adapter = ""
-
-    def attach(self, file: LedgerFile, adapter: str) -> None:
-        """Read the stages' starts from ``file``, and keep them there."""
-        self._file, self._adapter = file, adapter
-        file.execute(STAGES)
-        rows = file.execute("SELECT position FROM stages WHERE adapter = ? ORDER BY stage", (adapter,))
-        self.starts = [position for (position,) in rows]
 
     def place(self, position: int) -> tuple[int, int]:
         """Epoch of the row among those of its value, and its index in the data set."""
@@ -64,18 +51,10 @@ class Curriculum:
         return epoch, rows[index]
 
     def issue(self, position: int, step: int) -> None:
-        """``position``, the largest so far, is issued for ``step``. Until the ledger's next flush in memory only."""
+        """``position``, the largest so far, is issued for ``step``."""
         for first, _ in self._stages[len(self.starts) + 1 :]:
             if step >= first:
-                self.restore([*self.starts, position])
-
-    def restore(self, starts: Sequence[int]) -> None:
-        """Those of a snapshot, in place of all."""
-        self.starts = list(starts)
-        assert self._file is not None
-        self._file.execute("DELETE FROM stages WHERE adapter = ?", (self._adapter,))
-        for stage, position in enumerate(starts, start=1):
-            self._file.execute("INSERT INTO stages VALUES (?, ?, ?)", (self._adapter, stage, position))
+                self.starts.append(position)
 
 
 log = get_logger(__name__)

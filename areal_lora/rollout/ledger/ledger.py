@@ -45,7 +45,6 @@ CREATE TABLE groups (
     resampled INTEGER NOT NULL DEFAULT 0,   -- tries after which another seed is used
     version INTEGER NOT NULL DEFAULT -1,    -- requested; once done, of the oldest token
     newest INTEGER NOT NULL DEFAULT -1,     -- once done, version of the newest token
-    deadline_s REAL NOT NULL DEFAULT 0,     -- of the running request, on this boot's monotonic clock
     step INTEGER NOT NULL DEFAULT -1,       -- leased or consumed at; dropped before
     reason TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (adapter, seq)
@@ -70,17 +69,19 @@ KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls ba
 FOLD_EVERY = 16  # committed steps
 
 
-class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
+class LedgerRow(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
+    """One issue. Snapshots have live ones as if they were issued, without trajectories."""
+
     seq: int
     position: int
     issue: int
     stale: int
-    state: GroupState
-    failed: int
-    resampled: int
-    version: int
-    newest: int
-    step: int
+    failed: int = 0
+    resampled: int = 0
+    state: GroupState = GroupState.ISSUED
+    version: int = -1
+    newest: int = -1
+    step: int = -1
 
 
 class LedgerCounters(msgspec.Struct):
@@ -93,7 +94,10 @@ class LedgerCounters(msgspec.Struct):
 
 
 class Head(msgspec.Struct, kw_only=True):
-    """State of an adapter beside its rows. ``known_from``: steps before it have no rows any more."""
+    """State of an adapter beside its rows. ``known_from``: steps before it have no rows any more.
+
+    ``stages`` are the `starts` of a `Curriculum`.
+    """
 
     order: str  # digest of the prompt stream
     trainer: str = ""
@@ -103,6 +107,7 @@ class Head(msgspec.Struct, kw_only=True):
     known_from: int = 0
     folded_consumed: int = 0
     folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    stages: list[int] = msgspec.field(default_factory=list)
     counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
 
 
@@ -212,17 +217,6 @@ def _move_aside(path: Path) -> Path:
     return aside
 
 
-class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
-    """A live group of a snapshot: its trajectories, if any, are not in it."""
-
-    seq: int
-    position: int
-    issue: int
-    stale: int
-    failed: int
-    resampled: int
-
-
 def counted(
     execute: Callable[..., sqlite3.Cursor], adapter: str, head: Head
 ) -> tuple[Counter[GroupState], Counter[str]]:
@@ -243,7 +237,8 @@ class GroupTable:
     def __init__(self, file: LedgerFile, adapter: str) -> None:
         self._file, self._adapter = file, adapter
 
-    def insert(self, group: OpenGroup) -> None:
+    def insert(self, group: LedgerRow) -> None:
+        """As issued: its trajectories, if it had any, are lost."""
         self._file.execute(
             "INSERT INTO groups (adapter, seq, position, issue, stale, state, failed, resampled) "
             "VALUES (?, ?, ?, ?, ?, 0, ?, ?)",
@@ -252,12 +247,11 @@ class GroupTable:
 
     def rows(self, *states: GroupState) -> list[LedgerRow]:
         marks = ", ".join(str(int(state)) for state in states)
-        names = LedgerRow.__struct_fields__
+        names = ", ".join(LedgerRow.__struct_fields__)
         found = self._file.execute(
-            f"SELECT {', '.join(names)} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq",
-            (self._adapter,),
+            f"SELECT {names} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self._adapter,)
         )
-        return [msgspec.convert(dict(zip(names, values, strict=True)), LedgerRow) for values in found]
+        return msgspec.convert(found.fetchall(), list[LedgerRow])
 
     def payload(self, seq: int) -> bytes:
         row = self._file.execute(
@@ -294,7 +288,7 @@ class Ledger:
             )
         self._load()
 
-    def reset(self, head: Head, groups: Iterable[OpenGroup]) -> None:
+    def reset(self, head: Head, groups: Iterable[LedgerRow]) -> None:
         """Replace everything by ``head`` and ``groups``, which are issued."""
         for table in ("groups", "trajectories"):
             self._file.execute(f"DELETE FROM {table} WHERE adapter = ?", (self.adapter,))
@@ -313,15 +307,15 @@ class Ledger:
 
     def issue(self, position: int, issue: int, stale: int = 0) -> int:
         seq = self.head.issued
-        self.table.insert(OpenGroup(seq, position, issue, stale, 0, 0))
+        self.table.insert(LedgerRow(seq=seq, position=position, issue=issue, stale=stale))
         self.head.issued += 1
         self._file.changed.add(self.adapter)
         self.counts[_S.ISSUED] += 1
         self._states[seq] = _S.ISSUED
         return seq
 
-    def run(self, seq: int, version: int, deadline: float) -> None:
-        self._move(seq, (_S.ISSUED,), _S.RUNNING, version=version, deadline_s=deadline)
+    def run(self, seq: int, version: int) -> None:
+        self._move(seq, (_S.ISSUED,), _S.RUNNING, version=version)
 
     def requeue(self, seq: int, failed: int, resampled: int) -> None:
         self._move(seq, (_S.RUNNING,), _S.ISSUED, failed=failed, resampled=resampled)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,13 +33,13 @@ from areal_lora.rollout.ledger.ledger import (
     Ledger,
     LedgerFile,
     LedgerRow,
-    OpenGroup,
     counted,
 )
 from areal_lora.run_folder.paths import RunFolder
 
 ROLLED_BACK = "rolled_back"
 SNAPSHOT_FORMAT = 1
+AS_ISSUED: dict[str, Any] = {"state": GroupState.ISSUED, "version": -1, "newest": -1, "step": -1}
 TRIES, PAUSE_S = 20, 0.05  # of copying a ledger that is being written
 
 
@@ -53,14 +54,13 @@ class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
     issued: int
     consumed: int
     dropped: dict[str, int]
-    open: list[OpenGroup]
+    open: list[LedgerRow]
     solved: Counts = {}
     stages: Sequence[int] = ()
 
 
-def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None, stages: Sequence[int] = ()) -> bytes:
-    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares` and the
-    starts of its curriculum's ``stages``."""
+def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) -> bytes:
+    """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares`."""
     live = ledger.table.rows(*LIVE)
     still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
     return msgspec.msgpack.encode(
@@ -72,9 +72,9 @@ def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None, st
             issued=ledger.head.issued,
             consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
             dropped=dict(ledger.drop_reasons),
-            open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
+            open=[msgspec.structs.replace(row, **AS_ISSUED) for row in still_open],
             solved=solved or {},
-            stages=stages,
+            stages=ledger.head.stages,
         )
     )
 
@@ -102,6 +102,7 @@ def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
         head.issued, head.next_position = snapshot.issued, snapshot.next_position
         head.next_version = head.known_from = snapshot.version
         head.folded_consumed, head.folded_dropped = snapshot.consumed, dict(snapshot.dropped)
+        head.stages = list(snapshot.stages)
     ledger.reset(head, snapshot.open if snapshot is not None else ())
 
 

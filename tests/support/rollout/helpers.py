@@ -17,7 +17,7 @@ from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_o
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing, StalenessBudget
-from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
+from areal_lora.rollout.ledger.curricula import SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode, Scorer, SingleTurnWorkflow, Workflow, WorkflowContext
@@ -77,15 +77,12 @@ def feed(
     lease_s: float = 3600.0,
     on_expire: Callable[[Ticket], None] | None = None,
     by_difficulty: bool = False,
-    curriculum: Curriculum | None = None,
 ) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
     prompts = prompts or stream(n)
     file = file or LedgerFile(":memory:", "t")
     ledger = Ledger(file, NAME, prompts.digest)
-    if curriculum is not None:
-        curriculum.attach(file, NAME)
     made = AdapterFeed(
         NAME,
         budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),

@@ -17,9 +17,9 @@ class PatientClient(ControllerClient):
         super().__init__(*args, **settings)
         self._results: dict[tuple[str, int, str], m.EvalResult] = {}
 
-    def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
+    def next_batch(self, adapter: str, step: int) -> m.Batch:
         """Raises RolloutError if the rollouts of ``adapter`` have failed."""
-        wanted = (m.StepRequest(adapter=adapter, step=step, version=version),)
+        wanted = (AdapterRef(name=adapter, version=step),)
         while isinstance(reply := self.poll(wanted), m.NotReady):
             continue
         if isinstance(reply, m.AdapterFailed):
@@ -36,6 +36,6 @@ class PatientClient(ControllerClient):
 
     def lacking(self, adapter: str, step: int) -> m.Lacking:
         """What the adapter's next batch, of ``step``, lacks; there must not be one."""
-        reply = self.poll((m.StepRequest(adapter=adapter, step=step, version=step),), 0.2)
+        reply = self.poll((AdapterRef(name=adapter, version=step),), 0.2)
         assert isinstance(reply, m.NotReady)
         return reply.lacking[0]

@@ -80,7 +80,7 @@ class Running:
         self.client.announce(AdapterRef(name=name, version=version), urls, lost)
 
     def batch(self, step: int) -> Any:
-        return self.client.next_batch(NAME, step=step, version=step)
+        return self.client.next_batch(NAME, step)
 
 
 @contextmanager

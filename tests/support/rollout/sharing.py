@@ -12,7 +12,8 @@ from functools import partial
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally, Pacing
+from areal_lora.rollout.controller.pacing import Pacing
+from areal_lora.rollout.controller.runtime import Admission, Claim
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -43,12 +44,16 @@ class Sharer:
     step: int = 0
 
     @property
+    def claim(self) -> Claim:
+        return Claim(sequences=self.profile.samples, groups=self.profile.groups, weight=self.profile.weight)
+
+    @property
     def running(self) -> int:
         return len(self.feed.groups.running)
 
     @property
-    def tally(self) -> GroupTally:
-        return self.feed.groups.tally
+    def ended(self) -> list[int | None]:
+        return self.feed.groups.ended
 
     @property
     def idle(self) -> bool:
@@ -94,9 +99,7 @@ class Sharing:
         self.steps: list[Step] = []
         self.sharers = {p.name: self._sharer(p, eta, pacing) for p in profiles}
         self.turns = FairQueue({p.name: p.weight for p in profiles})
-        self.admission = Admission(
-            {p.name: Claim(sequences=p.samples, groups=p.groups, weight=p.weight) for p in profiles}, self.sharers
-        )
+        self.admission = Admission(self.sharers)
         self.admission.sequences = places
 
     def _sharer(self, profile: Profile, eta: int, pacing: Pacing) -> Sharer:
@@ -137,7 +140,7 @@ class Sharing:
             return
         for name in self.turns.order(self.sharers):
             sharer = self.sharers[name]
-            lease = sharer.feed.take(sharer.step, sharer.step)
+            lease = sharer.feed.take(sharer.step)
             if lease is not None:
                 n = sum(t.columns.n_sampled for group in lease.groups for t in group.trajectories)
                 self.busy = True

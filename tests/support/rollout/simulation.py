@@ -202,7 +202,7 @@ class Simulation:
         trainer, step = self.trainer, self.trainer.received
         if trainer.busy or step >= self.steps:
             return
-        lease = self.feed.take(step, step)
+        lease = self.feed.take(step)
         if lease is None:
             return
         self.judge.handed_over(step, lease, len(lease.finished) if step in self.judge.steps else self.b)

@@ -173,7 +173,7 @@ class Workload:
 
     def take(self) -> None:
         step = len(self.done)
-        lease = self.feed.take(step, step)
+        lease = self.feed.take(step)
         if lease is None or self.asked_s is None:
             return
         tokens = [self.length(finished.ticket.prompt.position) for finished in lease.finished]

@@ -19,7 +19,7 @@ from areal_lora.trainer.clients.client_passes import load_saved
 from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.work import Work
-from areal_lora.types import AdapterPhase
+from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import SPEC
 from tests.support.rollout.helpers import NAME, config
 
@@ -32,7 +32,7 @@ class LateRollouts:
     def __init__(self) -> None:
         self._ended_s = time.monotonic() + ROLLOUTS_S
 
-    def poll(self, wanted: Sequence[m.StepRequest], wait_s: float) -> m.AdapterFailed | m.NotReady:
+    def poll(self, wanted: Sequence[AdapterRef], wait_s: float) -> m.AdapterFailed | m.NotReady:
         time.sleep(0.05)
         if time.monotonic() < self._ended_s:
             return m.NotReady(lacking=())

@@ -386,7 +386,7 @@ class World:
             self.version = step
             self.publish(step)
             calm += self.clock.now > self._seconds + 2 * START_S
-            while (lease := self.feed.take(step, step)) is None:
+            while (lease := self.feed.take(step)) is None:
                 self.sleep(0.5)
                 if self.leader.changed():
                     self.publish(step)

@@ -25,7 +25,7 @@ from areal_lora.rollout import main
 from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts
-from areal_lora.rollout.teacher import Teacher
+from areal_lora.rollout.workflow_loading import Teacher
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
@@ -92,7 +92,7 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
         client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
         client.announce(AdapterRef(name=NAME, version=0), servers)
-        assert len(client.next_batch(NAME, step=0, version=0).groups) == 4
+        assert len(client.next_batch(NAME, 0).groups) == 4
         client.close()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the scorer has a child"
@@ -130,13 +130,13 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         process = start(tmp_path, processes)
         client.hello({NAME: 0}, {})
         client.announce(ref, servers)
-        first = client.next_batch(NAME, step=0, version=0)
+        first = client.next_batch(NAME, 0)
         wait_until(lambda: client.lacking(NAME, 1).running == 4)  # the next four
         client.request_eval(ref, "owed")
         process.kill()
         process.wait()
         asked: list[Batch] = []
-        asking = threading.Thread(target=lambda: asked.append(client.next_batch(NAME, step=0, version=0)))
+        asking = threading.Thread(target=lambda: asked.append(client.next_batch(NAME, 0)))
         asking.start()
         time.sleep(1.0)
         start(tmp_path, processes)

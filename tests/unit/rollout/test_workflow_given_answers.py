@@ -10,8 +10,9 @@ import pytest
 from areal_lora.data.packed_groups import check_alignment
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.controller.groups import ScoredGroup, Ticket
-from areal_lora.rollout.workflow import Episode, GivenFirst, GivenWorkflow
-from areal_lora.types import AdapterRef
+from areal_lora.rollout.workflow import Episode, GivenWorkflow
+from areal_lora.rollout.workflow_loading import TrainingWorkflow
+from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
@@ -78,9 +79,9 @@ def test_the_version_that_a_group_is_issued_with_chooses_the_phase() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def run(self, prompt: object, ref: AdapterRef, seed: int) -> str:
-            return self.name
+        async def run(self, prompt: object, ref: AdapterRef, seed: int) -> Episode:
+            return Episode(group=TrajectoryGroup(uid=self.name, trajectories=()), texts=())
 
-    phases = GivenFirst(given=Named("given"), then=Named("then"), steps=2)
+    phases = TrainingWorkflow(answers=Named("then"), given=Named("given"), given_steps=2)
     refs = [AdapterRef(name="math", version=v) for v in range(4)]
-    assert [asyncio.run(phases.run(PROMPT, ref, 0)) for ref in refs] == ["given", "given", "then", "then"]
+    assert [asyncio.run(phases.run(PROMPT, ref, 0)).group.uid for ref in refs] == ["given", "given", "then", "then"]

@@ -12,8 +12,8 @@ import pytest
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import SampleRecord
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.controller_link import ControllerLink, evaluation_due
@@ -62,8 +62,10 @@ def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
 def held_out(version: int, **figures: Any) -> EvalResult:
     sample = SampleRecord(prompt="1+1=", completion="?", gold="2", reward=None, correct=None)
     measured = {"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures}
-    found = EvalSetResult(name="held-out", wall_s=1.0, samples=(sample,), **measured)
-    return EvalResult(adapter=NAME, version=version, tag="held-out", wall_s=1.0, sets=(found,))
+    found = EvalRecord(
+        adapter=NAME, version=version, step=version, name="held-out", wall_s=1.0, samples=[sample], **measured
+    )
+    return EvalResult(adapter=NAME, version=version, tag="held-out", sets=(found,))
 
 
 def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(
 
 def test_an_evaluation_is_recorded_with_all_that_it_could_not_judge(tmp_path: Path) -> None:
     link, _ = make(tmp_path, config("m"))
-    unjudged = {"accuracy": None, "unscored": 2, "left_out": 3, "left_out_first": ("s1", "s9")}
+    unjudged = {"accuracy": None, "unscored": 2, "left_out": 3, "left_out_first": ["s1", "s9"]}
     for version, figures in ((2, unjudged), (3, {})):
         link.request_eval(AdapterRef(name=NAME, version=version))
         link.record_evals([held_out(version, **figures)])
@@ -118,10 +120,10 @@ def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pen
 def test_a_crash_between_the_records_of_two_sets_neither_loses_nor_doubles_one(tmp_path: Path) -> None:
     """The evaluation is still pending in the checkpoint; the resumed trainer requests and records it whole."""
     result = held_out(3)
-    sampled = msgspec.structs.replace(result.sets[0], name="sampled", accuracy=0.25, pass_at={1: 0.25, 2: 0.5})
+    sampled = msgspec.structs.replace(result.sets[0], name="sampled", order=1, accuracy=0.25, pass_at={1: 0.25, 2: 0.5})
     result = msgspec.structs.replace(result, sets=(*result.sets, sampled))
     first = Recorder(RunFolder(tmp_path), [NAME], {}, time.monotonic())
-    first.evaluation(result, 0)
+    first.evaluation(result.sets[0])
     first.close()
     kept = ControllerState(ledger=b"l", pending=frozenset({3}))
     client, recorder = Client(), Recorder(RunFolder(tmp_path), [NAME], {NAME: 4}, time.monotonic())
@@ -138,7 +140,7 @@ def test_a_crash_between_the_records_of_two_sets_neither_loses_nor_doubles_one(t
 def test_a_set_that_fails_costs_no_other_its_record(tmp_path: Path) -> None:
     link, _ = make(tmp_path, config("m"))
     result = held_out(3)
-    lost = msgspec.structs.replace(result.sets[0], name="lost", n=0, error="version_retired")
-    link.record_evals([msgspec.structs.replace(result, sets=(lost, result.sets[0]))])
+    second = msgspec.structs.replace(result.sets[0], order=1)
+    link.record_evals([msgspec.structs.replace(result, sets=(second,), failed={"lost": "version_retired"})])
     assert [(e.name, e.order) for e in read_metrics(tmp_path).evals] == [("held-out", 1)]
     assert link.state(NAME).evaluations == {}

@@ -176,7 +176,7 @@ def test_answers_on_a_lost_version_end_and_later_ones_are_of_the_next(tiny_model
 
 
 def errors(results: list[EvalResult]) -> list[str]:
-    return [found.error for result in results for found in result.sets if found.error]
+    return [reason for result in results for reason in result.failed.values()]
 
 
 class Counting:

@@ -26,8 +26,8 @@ from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, WorkflowContext
+from areal_lora.rollout.workflow_loading import Teacher, TrainingWorkflow
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
@@ -125,7 +125,7 @@ def test_a_teacher_scores_like_hugging_face_and_refuses_another_vocabulary(serve
                 await teacher.check(other, context.max_model_len)
             with pytest.raises(ConfigError, match=r"HTTP 400: .*context"):
                 await teacher.check(context.tokenizer, context.max_model_len + 1)
-            workflow = WithTeacher(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=60.0)
+            workflow = TrainingWorkflow(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=60.0)
             episode = await workflow.run(prompt_of(context), ref, seed=5)
             await teacher.close()
             return episode

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import RolloutError
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.channel import channel_messages as m, client as verbs
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.channel.client import ControllerClient, Reminders
@@ -40,8 +41,8 @@ Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
 
 def result(version: int, tag: str) -> m.EvalResult:
-    found = m.EvalSetResult(name="held-out", accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
-    return m.EvalResult(adapter=NAME, version=version, tag=tag, sets=(found,), wall_s=0.1)
+    found = EvalRecord(adapter=NAME, version=version, step=version, accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
+    return m.EvalResult(adapter=NAME, version=version, tag=tag, sets=(found,))
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def connect() -> Iterator[Callable[[Handler], ControllerClient]]:
 
     def make(handler: Handler) -> ControllerClient:
         async def welcoming(request: m.Request) -> m.Reply:
-            return m.Welcome(adapters=(NAME,), session="1") if isinstance(request, m.Hello) else await handler(request)
+            return m.Welcome(session="1") if isinstance(request, m.Hello) else await handler(request)
 
         async def serve() -> None:
             async with asyncio.TaskGroup() as group:
@@ -90,7 +91,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        wanted = (m.StepRequest(adapter=NAME, step=4, version=4),)
+        wanted = (AdapterRef(name=NAME, version=4),)
         assert request == m.GetBatch(wanted=wanted, timeout_s=verbs.SHORT_POLL_S, session="1")
         return m.Batch(
             adapter=NAME, step=4, groups=groups, stats=STATS, texts=(), snapshot=b"s", events=(result(3, "during"),)
@@ -98,7 +99,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
 
     client = connect(handler)
     client._session.reminders.note(m.Evaluate(adapter=NAME, version=3, tag="during"))
-    batch = client.poll((m.StepRequest(adapter=NAME, step=4, version=4),))
+    batch = client.poll((AdapterRef(name=NAME, version=4),))
     assert isinstance(batch, m.Batch)
     assert batch.groups == groups
     assert batch.stats == STATS
@@ -127,7 +128,7 @@ def test_waiting_is_said_and_ends(
 
     client, lines = connect(handler), verbs.WaitingLines()
     with caplog.at_level(logging.INFO, "areal_lora"):
-        while isinstance(reply := client.poll((m.StepRequest(adapter=NAME, step=12, version=12),)), m.NotReady):
+        while isinstance(reply := client.poll((AdapterRef(name=NAME, version=12),)), m.NotReady):
             lines.report(reply.lacking)
     assert asked == 3
     assert "waiting for rollouts since 0 s: " in caplog.text
@@ -138,7 +139,7 @@ def test_adapters_whose_rollouts_have_failed_are_named(connect: Callable[[Handle
     async def handler(request: m.Request) -> m.Reply:
         return m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
-    wanted = [m.StepRequest(adapter=NAME, step=0, version=0)]
+    wanted = [AdapterRef(name=NAME, version=0)]
     assert connect(handler).poll(wanted) == m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
 
@@ -160,7 +161,7 @@ def test_a_new_controller_hears_of_the_newest_of_an_adapter_that_joined_and_of_n
     reminders.note(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
     reminders.note(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
     batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, texts=(), events=(), snapshot=b"newest")
-    reminders.received(batch, 4)
+    reminders.received(batch)
     reminders.note(msgspec.structs.replace(reminders.joined("a.1"), paused=True))
     hello, requests = reminders.greeting()
     assert (hello.versions, hello.snapshots) == ({}, {})
@@ -261,7 +262,7 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
     client = connect(handler)
     timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
     timer.start()
-    assert isinstance(client.poll((m.StepRequest(adapter=NAME, step=0, version=0),)), m.Batch)
+    assert isinstance(client.poll((AdapterRef(name=NAME, version=0),)), m.Batch)
     timer.join()
 
 
@@ -282,23 +283,23 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
         async def handle(request: m.Request) -> m.Reply:
             if isinstance(request, m.Hello):
                 heard[session].append(request)
-                return m.Welcome(adapters=(NAME,), session=str(session))
+                return m.Welcome(session=str(session))
             if request.session != str(session):
                 return m.StaleSession()
             heard[session].append(request)
             if isinstance(request, m.GetBatch):
                 (wanted,) = request.wanted
-                if session == 0 and wanted.step == 1:
+                if session == 0 and wanted.version == 1:
                     polled.set()
                     await asyncio.sleep(60)
                 return m.Batch(
                     adapter=NAME,
-                    step=wanted.step,
+                    step=wanted.version,
                     groups=(),
                     stats=STATS,
                     texts=(),
                     events=(),
-                    snapshot=b"after %d" % wanted.step,
+                    snapshot=b"after %d" % wanted.version,
                 )
             return m.Ack()
 
@@ -328,8 +329,8 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
     ref = AdapterRef(name=NAME, version=0)
     client.announce(ref, {"server-0": "http://one"}, ["server-1"])
     client.request_eval(ref, "owed")
-    client.poll((m.StepRequest(adapter=NAME, step=0, version=0),))
-    asking = threading.Thread(target=client.poll, args=[(m.StepRequest(adapter=NAME, step=1, version=1),)])
+    client.poll((AdapterRef(name=NAME, version=0),))
+    asking = threading.Thread(target=client.poll, args=[(AdapterRef(name=NAME, version=1),)])
     asking.start()
     assert polled.wait(120)
     endpoint = None

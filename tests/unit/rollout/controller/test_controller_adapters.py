@@ -17,7 +17,7 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.pacing import Claim, GroupTally
+from areal_lora.rollout.controller.runtime import Claim
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
@@ -36,8 +36,8 @@ class Broken:
 """
 
 
-def wanted(*names: str, step: int = 0) -> list[m.StepRequest]:
-    return [m.StepRequest(adapter=name, step=step, version=step) for name in names]
+def wanted(*names: str, step: int = 0) -> list[AdapterRef]:
+    return [AdapterRef(name=name, version=step) for name in names]
 
 
 def test_the_first_wanted_adapter_that_has_a_batch_is_served(controller: Callable[..., Running]) -> None:
@@ -147,7 +147,7 @@ def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: C
     assert run.join("new.1") == ""
     assert run.join("new.1") == "", "a repeated request changes nothing"
     run.activate(0, "new.1")
-    first = run.client.next_batch("new.1", step=0, version=0)
+    first = run.client.next_batch("new.1", 0)
     assert {t.adapter.name for group in first.groups for t in group.trajectories} == {"new.1"}
     run.client.pause("new.1", True)
     run.activate(1, "new.1")
@@ -157,14 +157,14 @@ def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: C
         assert len(run.batch(step).groups) == 4
     assert run.stats("new.1").ready == 0, "nothing is issued while it is paused"
     run.client.pause("new.1", False)
-    run.client.next_batch("new.1", step=1, version=1)
+    run.client.next_batch("new.1", 1)
     run.client.end("new.1")
     with pytest.raises(RolloutError, match=r"'new\.1' is not in this run"):
         run.stats("new.1")
     run.client.end("new.1")
     assert run.join("new.2") == ""
     run.activate(0, "new.2")
-    again = run.client.next_batch("new.2", step=0, version=0)
+    again = run.client.next_batch("new.2", 0)
     assert [g.uid for g in again.groups] == [g.uid for g in first.groups], "its own prompts, from the first one on"
 
 
@@ -184,7 +184,7 @@ def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: C
     run = controller(FakeServer(), eta=2)
     run.join("new.1")
     run.activate(0, "new.1")
-    first = run.client.next_batch("new.1", step=0, version=0)
+    first = run.client.next_batch("new.1", 0)
     run.client.commit("new.1", 0)
     other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
@@ -195,7 +195,7 @@ def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: C
         assert other.join("new.1", config, 1, first.snapshot) == ""
         other.announce(AdapterRef(name="new.1", version=1), {"server-0": run.servers[0].url})
         run.servers[0].models.add("new.1@v1")
-        following = other.next_batch("new.1", step=1, version=1)
+        following = other.next_batch("new.1", 1)
         assert not {g.uid for g in first.groups} & {g.uid for g in following.groups}, "no prompt twice"
     finally:
         other.close()
@@ -211,7 +211,7 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
 
     runtime: Any = SimpleNamespace(
         feed=SimpleNamespace(expire_overdue=expire_overdue),
-        tally=GroupTally(),
+        ended=[],
         claim=Claim(sequences=1, groups=1, weight=1.0),
         fail=lambda reason: pytest.fail(reason),
     )
@@ -233,7 +233,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             feed=feed,
             tasks=tasks,
             running=0,
-            tally=GroupTally(),
+            ended=[],
             idle=True,
             start_one=lambda: False,
             paused=False,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import WorkerWorkflowConfig
-from areal_lora.rollout.channel.channel_messages import EvalSetResult, NotReady, StepRequest
+from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.rollout.channel.channel_messages import NotReady
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -65,9 +66,11 @@ def pinned(server: FakeServer) -> list[dict[str, Any]]:
     return [request for request in server.requests if request.get("pin_version")]
 
 
-def evaluate(run: Running) -> tuple[EvalSetResult, ...]:
+def evaluate(run: Running) -> tuple[EvalRecord, ...]:
     run.client.request_eval(REF, "e")
-    return run.client.wait_eval(REF, "e").sets
+    result = run.client.wait_eval(REF, "e")
+    assert result.failed == {}
+    return result.sets
 
 
 def test_a_greedy_set_and_one_of_four_samples(controller: Start) -> None:
@@ -104,7 +107,7 @@ def test_an_environment_is_evaluated_in_episodes_of_one_version(controller: Star
     wait_until(lambda: len(pinned(server)) > 40)
     run.activate(1)  # between the first and the second turn
     once, episodes = run.client.wait_eval(REF, "e").sets
-    assert (once.n, once.error, episodes.n, episodes.error) == (40, "", 6, "")
+    assert (once.n, episodes.n) == (40, 6)
     assert (episodes.accuracy, episodes.reward_mean) == (0.5, 0.5)
     assert episodes.answer_tokens == 4, "two turns of two tokens"
     turns = pinned(server)[40:]
@@ -123,7 +126,7 @@ def test_an_agent_is_evaluated_as_an_agent_at_the_sets_temperature(controller: S
     (found,) = evaluate(run)
     right = [sum(map(ord, prompt[-40:])) % 2 for i, prompt in enumerate(ORDER[:8]) if i != 3]
     assert 0 < sum(right) < 7
-    assert (found.n, found.unscored, found.error) == (8, 2, ""), "one agent fails, and costs its own answers only"
+    assert (found.n, found.unscored) == (8, 2), "one agent fails, and costs its own answers only"
     assert found.accuracy == pytest.approx(sum(right) / 8), "a bool that an agent returns says what is correct"
     assert found.pass_at == {1: pytest.approx(sum(right) / 8), 2: pytest.approx(sum(right) / 8)}
     asked = pinned(server)
@@ -144,7 +147,7 @@ def test_an_evaluation_that_is_cut_off_in_its_second_set_is_repeated_whole(contr
         other.announce(REF, {"server-0": server.url})
         other.request_eval(REF, "e")
         found = other.wait_eval(REF, "e").sets
-        assert [(s.name, s.n, s.error) for s in found] == [("greedy", 8, ""), ("sampled", 4, "")]
+        assert [(s.name, s.order, s.n) for s in found] == [("greedy", 0, 8), ("sampled", 1, 4)]
         time.sleep(0.4)
         other.poll((), 0.0)
         assert other.take_events() == (), "the first one's results are not delivered"
@@ -159,7 +162,7 @@ def test_evaluations_give_way_while_the_trainer_waits_and_only_then(
     monkeypatch.setattr(EvalPlaces, "trainer_waits", lambda _, waits: given.append(waits))
     run = controller(FakeServer(answer=solve), evals=[{"name": "greedy"}], steps=3, eta=0)
     assert given == [False], "a trainer that greets does not wait"
-    assert isinstance(run.client.poll([StepRequest(adapter=NAME, step=0, version=0)], 0.0), NotReady)
+    assert isinstance(run.client.poll([AdapterRef(name=NAME, version=0)], 0.0), NotReady)
     assert given[1:] == [True], "no version is on the servers: it will ask again"
     run.client.poll([], 0.0)
     assert given[2:] == [False], "it waits for no batch, but for the end of an evaluation"
@@ -167,4 +170,4 @@ def test_evaluations_give_way_while_the_trainer_waits_and_only_then(
     run.batch(0)
     assert set(given[3:-1]) == {True}
     assert not given[-1], "until the batch is handed over"
-    assert evaluate(run)[0].error == ""
+    assert evaluate(run)

@@ -11,7 +11,9 @@ import pytest
 
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.sections.task import EvalSetConfig, FunctionReward, WordProblemsTask
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.errors import RolloutError
+from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.controller.eval_sets import BaseEvals
 from areal_lora.rollout.main import adapter_data
 from areal_lora.run_folder.paths import RunFolder
@@ -97,46 +99,49 @@ def test_answers_that_are_drawn_at_random_depend_on_the_seed_and_on_the_name_of_
 # ---------------------------------------------------------------- once
 
 
-def result(error: str = "") -> EvalSetResult:
-    return EvalSetResult(name="held-out", accuracy=0.25, reward_mean=0.5, n=8, wall_s=3.0, error=error)
+def record(adapter: str = "a") -> EvalRecord:
+    return EvalRecord(adapter=adapter, version=0, step=0, accuracy=0.25, reward_mean=0.5, n=8, wall_s=3.0)
 
 
 class Asked:
     """Counts; answers after a turn of the loop."""
 
-    def __init__(self, *answers: EvalSetResult) -> None:
+    def __init__(self, *answers: EvalRecord | RolloutError) -> None:
         self.answers, self.times = list(answers), 0
 
-    async def __call__(self) -> EvalSetResult:
+    async def __call__(self) -> EvalRecord:
         self.times += 1
         await asyncio.sleep(0.01)
-        return self.answers.pop(0)
+        answer = self.answers.pop(0)
+        if isinstance(answer, RolloutError):
+            raise answer
+        return answer
 
 
 def test_two_that_ask_together_have_one_result() -> None:
-    asked = Asked(result())
+    asked = Asked(record())
 
-    async def main() -> list[EvalSetResult]:
+    async def main() -> list[EvalRecord]:
         base = BaseEvals()
         return await asyncio.gather(*(base.once("key", ref, asked) for ref in (A, B)))
 
     mine, other = asyncio.run(main())
     assert asked.times == 1
-    assert (mine.measured_with, mine.wall_s, mine.accuracy) == ("", 3.0, 0.25)
-    assert (other.measured_with, other.wall_s, other.accuracy) == ("a", 0.0, 0.25)
+    assert (mine.adapter, mine.measured_with, mine.wall_s, mine.accuracy) == ("a", "", 3.0, 0.25)
+    assert (other.adapter, other.measured_with, other.wall_s, other.accuracy) == ("b", "a", 0.0, 0.25)
 
 
 def test_other_keys_do_not_wait() -> None:
     async def main() -> None:
         base, held = BaseEvals(), asyncio.Event()
 
-        async def hangs() -> EvalSetResult:
+        async def hangs() -> EvalRecord:
             await held.wait()
-            return result()
+            return record()
 
         first = asyncio.create_task(base.once("key", A, hangs))
         async with asyncio.timeout(120):
-            assert (await base.once("other", B, Asked(result()))).measured_with == ""
+            assert (await base.once("other", B, Asked(record("b")))).measured_with == ""
         held.set()
         await first
 
@@ -147,17 +152,17 @@ def test_an_error_and_a_cancelled_evaluation_leave_it_to_the_next() -> None:
     async def main() -> None:
         base, hangs = BaseEvals(), asyncio.Event()
 
-        async def cut_off() -> EvalSetResult:
+        async def cut_off() -> EvalRecord:
             await hangs.wait()
-            return result()
+            return record()
 
         first = asyncio.create_task(base.once("key", A, cut_off))
-        asked = Asked(result("gone"), result())
+        asked = Asked(RolloutError("gone"), record())
         others = [asyncio.create_task(base.once("key", ref, asked)) for ref in (B, A)]
         await asyncio.sleep(0.01)
         first.cancel()
-        second, third = await asyncio.gather(*others)
-        assert (second.error, third.error, third.measured_with) == ("gone", "", "")
+        second, third = await asyncio.gather(*others, return_exceptions=True)
+        assert (str(second), third) == ("gone", record())
 
     asyncio.run(main())
 
@@ -166,9 +171,9 @@ def test_a_later_process_reads_it_and_measures_again_what_it_cannot_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
-    asyncio.run(BaseEvals(folder).once("key", A, Asked(result())))
-    asked = Asked(result())
-    assert asyncio.run(BaseEvals(folder).once("key", A, asked)) == result()
+    asyncio.run(BaseEvals(folder).once("key", A, Asked(record())))
+    asked = Asked(record("b"))
+    assert asyncio.run(BaseEvals(folder).once("key", A, asked)) == record()
     assert asyncio.run(BaseEvals(folder).once("key", B, asked)).measured_with == "a"
     assert asked.times == 0
     (folder.base_evals / "key.json").write_bytes(b'{"adapter": "a"')
@@ -181,7 +186,7 @@ def test_a_later_process_reads_it_and_measures_again_what_it_cannot_read(
 def test_a_disk_that_takes_nothing_costs_only_the_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder(tmp_path)
     (folder.base_evals / "key.json").parent.write_text("a file in the way")
-    base, asked = BaseEvals(folder), Asked(result())
+    base, asked = BaseEvals(folder), Asked(record())
 
     async def main() -> None:
         await base.once("key", A, asked)
@@ -226,14 +231,14 @@ def test_a_controller_asks_once_for_all_adapters_of_a_task_also_for_those_that_j
     run.activate(0, "late")
     found |= evaluated(run, "late")
     assert asked_problems(server) == PROBLEMS + 11
-    records = [each.record(0) for each in found.values()]
+    records = [each.sets[0] for each in found.values()]
     assert [record.adapter for record in records] == [NAME, "twin", "apart", "late"]
     took = [name for name, each in found.items() if not each.sets[0].measured_with]
     assert sorted(took) in (sorted([NAME, "apart"]), sorted(["twin", "apart"]))
     assert [record.wall_s == 0 for record in records] == [record.adapter not in took for record in records]
     assert records[3].figures().endswith(f"measured with {records[3].measured_with}")
     # A later version is the adapter's own.
-    run.client.next_batch("twin", step=0, version=0)
+    run.client.next_batch("twin", 0)
     run.activate(1, "twin")
     run.client.request_eval(AdapterRef(name="twin", version=1), "e")
     assert run.client.wait_eval(AdapterRef(name="twin", version=1), "e").sets[0].measured_with == ""
@@ -247,7 +252,7 @@ def test_where_the_first_has_no_result_the_next_is_asked(controller: Callable[..
     run.announce(0)
     run.activate(0, "twin")
     run.client.request_eval(AdapterRef(name=NAME, version=0), "e")
-    assert "version_retired" in run.client.wait_eval(AdapterRef(name=NAME, version=0), "e").sets[0].error
+    assert "version_retired" in run.client.wait_eval(AdapterRef(name=NAME, version=0), "e").failed["held-out"]
     assert evaluated(run, "twin")["twin"].sets[0].measured_with == ""
 
 

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from areal_lora.data.prompts import Formatter, prompts_of
 from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout import routing
-from areal_lora.rollout.channel.channel_messages import EvalResult, EvalSetResult
+from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
 from areal_lora.rollout.controller.evaluation import MAX_TRIES, EvalPlaces, Evaluator
@@ -48,9 +50,9 @@ def solve(prompt: list[int], _: int) -> tuple[list[int], str]:
     return [7, 2], str(number + 1) if number < 30 else "!" if number >= 90 else "no"
 
 
-def evaluate(
+def evaluated(
     server: FakeServer, places: int = 64, scorer: ExactMatch | None = None, held_out: HeldOut | None = None
-) -> EvalSetResult:
+) -> EvalResult:
     async def main() -> EvalResult:
         async with server:
             router = Router()
@@ -67,8 +69,21 @@ def evaluate(
 
     result = asyncio.run(main())
     assert (result.adapter, result.version, result.tag) == ("math", 2, "after")
+    return result
+
+
+def evaluate(server: FakeServer, **settings: Any) -> EvalRecord:
+    result = evaluated(server, **settings)
     (found,) = result.sets
+    assert (found.adapter, found.version, found.order, found.tag, result.failed) == ("math", 2, 0, "after", {})
     return found
+
+
+def reason(server: FakeServer, **settings: Any) -> str:
+    """Why the set has no record."""
+    result = evaluated(server, **settings)
+    assert result.sets == ()
+    return result.failed["held-out"]
 
 
 def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
@@ -78,7 +93,7 @@ def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
 def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_correct() -> None:
     server = FakeServer(models={str(V2)}, answer=solve)
     result = evaluate(server)
-    assert (result.accuracy, result.n, result.unscored, result.error) == (30 / 100, 100, 10, "")
+    assert (result.accuracy, result.n, result.unscored) == (30 / 100, 100, 10)
     assert result.reward_mean == pytest.approx(30 / 90 - 0.01), "over those that have a reward"
     assert (result.name, result.left_out) == ("held-out", 0)
     assert (result.answer_tokens, result.truncated, result.pass_at, result.majority) == (2.0, 0.0, {}, None)
@@ -112,7 +127,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_named() -> No
     server = FakeServer(models={str(V2)}, answer=solve)
     result = evaluate(server, held_out=held_out)
     assert (result.accuracy, result.n, result.left_out) == (30 / 70, 70, 2)
-    assert result.left_out_first == ("long0", "long1")
+    assert result.left_out_first == ["long0", "long1"]
     assert held_out.note() == "2 of 72 held-out prompts are too long and left out: long0, long1"
     assert max(len(r["prompt"]) for r in server.requests) <= 39
     with pytest.raises(ConfigError, match="all 2 held-out prompts are longer than the 39 tokens"):
@@ -145,14 +160,11 @@ def test_a_server_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:
-    result = evaluate(FakeServer())
-    assert result.n == 0
-    assert "version_retired" in result.error
+    assert "version_retired" in reason(FakeServer())
 
 
 def test_no_scorable_answer_is_an_error() -> None:
-    result = evaluate(FakeServer(models={str(V2)}, answer=lambda *_: ([7], "!")))
-    assert "broken" in result.error
+    assert "broken" in reason(FakeServer(models={str(V2)}, answer=lambda *_: ([7], "!")))
 
 
 class Broken(ExactMatch):
@@ -171,5 +183,4 @@ def test_what_a_reward_or_workflow_raises_is_the_sets_error_and_does_not_end_the
     error: Exception, said: str
 ) -> None:
     """The evaluations of all adapters run in the controller's task group, which the first error would end."""
-    found = evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=Broken(error))
-    assert (found.error, found.accuracy, found.n) == (said, None, 0)
+    assert reason(FakeServer(models={str(V2)}, answer=solve), scorer=Broken(error)) == said

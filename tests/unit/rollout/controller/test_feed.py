@@ -17,7 +17,7 @@ from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 def test_nothing_is_issued_before_a_version_is_announced() -> None:
     made, _, _ = feed()
     assert made.admit() is None
-    assert made.take(0, 0) is None
+    assert made.take(0) is None
     made.announce(0)
     assert len(admit_all(made)) == 4  # (eta + 1) * b
 
@@ -29,19 +29,19 @@ def test_oldest_issue_first_and_the_rest_waits() -> None:
     for ticket in reversed(tickets[:4]):
         assert ticket.version == 0
         made.finish(ticket, episode(ticket.prompt, 0))
-    lease = made.take(0, 0)
+    lease = made.take(0)
     assert lease is not None
     assert [g.uid for g in lease.groups] == [t.prompt.uid for t in tickets[:2]]
-    asked_again = made.take(0, 0)  # now read from the file
+    asked_again = made.take(0)  # now read from the file
     assert asked_again is not None
     assert (asked_again.groups, asked_again.snapshot) == (lease.groups, lease.snapshot)
-    later = made.take(1, 1)
+    later = made.take(1)
     assert later is not None
     assert [g.uid for g in later.groups] == [t.prompt.uid for t in tickets[2:4]]
     made.commit(0)
     assert made.stats().consumed == 2
-    with pytest.raises(RolloutError, match="step 0 at v0 requested, but step 2 is next"):
-        made.take(0, 0)
+    with pytest.raises(RolloutError, match="step 0 requested, but step 2 is next"):
+        made.take(0)
 
 
 def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
@@ -51,12 +51,12 @@ def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
     for ticket in fast:
         made.finish(ticket, episode(ticket.prompt, 0))
     slow = next(iter(made.groups.running.values()))
-    assert made.take(0, 0) is not None
+    assert made.take(0) is not None
     made.announce(1)
     for ticket in admit_all(made):
         made.finish(ticket, episode(ticket.prompt, 1))
     assert not expired
-    assert made.take(1, 1) is not None  # v0 cannot be consumed at v2
+    assert made.take(1) is not None  # v0 cannot be consumed at v2
     assert slow in expired
     assert ledger.drop_reasons == {"stale": 2}
     made.announce(2)
@@ -85,7 +85,7 @@ def test_a_prompt_that_came_too_late_waits_for_a_version_announced_since_the_han
         for ticket in quick:
             assert ticket.version is not None
             made.finish(ticket, episode(ticket.prompt, ticket.version))
-        assert made.take(step, step)  # the newest version is that of the step before
+        assert made.take(step)  # the newest version is that of the step before
         quick = admit_all(made)
         if step < 2:
             made.announce(step)
@@ -103,12 +103,12 @@ def test_groups_of_the_oldest_versions_are_taken_first() -> None:
     first, second, third, fourth, *rest = admit_all(made)
     for ticket in (second, third):
         made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.take(0, 0)
+    assert made.take(0)
     made.announce(1)
     made.finish(first, episode(first.prompt, 1))  # interrupted and continued
     for ticket in (fourth, rest[0]):
         made.finish(ticket, episode(ticket.prompt, 0))
-    lease = made.take(1, 1)
+    lease = made.take(1)
     assert lease is not None
     assert [finished.ticket.seq for finished in lease.finished] == [fourth.seq, rest[0].seq]
 
@@ -119,7 +119,7 @@ def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
     [ticket] = admit_all(made)
     made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used v2
     assert ledger.drop_reasons == {"stale": 1}
-    assert made.take(3, 3) is None
+    assert made.take(3) is None
 
 
 def test_a_group_is_as_old_as_its_oldest_token_and_as_new_as_its_newest() -> None:
@@ -141,7 +141,7 @@ def test_groups_of_a_lost_future_are_not_trained_on() -> None:
         for ticket in tickets[:2]:
             made.finish(ticket, episode(ticket.prompt, version))
         if version < 2:
-            assert made.take(version, version)
+            assert made.take(version)
     assert [t.version for t in tickets] == [2, 2]
     made.hello(1, trainer="second")
     assert made.admit() is None
@@ -150,7 +150,7 @@ def test_groups_of_a_lost_future_are_not_trained_on() -> None:
     assert not expired
     assert len(made.groups.ready) == 2
     made.announce(1)
-    again = made.take(1, 1)
+    again = made.take(1)
     assert again is not None
     assert {f.newest for f in again.finished} == {1}
 
@@ -195,7 +195,7 @@ def test_retries_ask_for_the_newest_version() -> None:
     made.retry(ticket, GenerationFault(FaultKind.RETIRED, ""))
     for other in admit_all(made)[:2]:
         made.finish(other, episode(other.prompt, 0))
-    assert made.take(0, 0)
+    assert made.take(0)
     made.announce(1)
     ref = made.begin(ticket)
     assert ref is not None
@@ -262,7 +262,7 @@ def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> Non
     for ticket in tickets:
         made.finish(ticket, episode(ticket.prompt, 0))  # every reward is 1
     assert ledger.drop_reasons == {"no_variance": 2}
-    assert made.take(0, 0) is None
+    assert made.take(0) is None
     assert [t.prompt.position for t in admit_all(made)] == [2, 3]
     assert made.stats().reissued == 0
     assert "the last 2 groups had equal rewards" in made.note
@@ -329,7 +329,7 @@ def test_tokens_of_a_version_that_may_be_lost_are_not_trained_on_although_its_nu
         made.finish(ticket, episode(ticket.prompt, 0))
     made.hello(0, trainer="second")
     made.announce(0)
-    assert made.take(0, 0)
+    assert made.take(0)
     made.announce(1)
     made.finish(over, episode(over.prompt, 1))
     made.finish(common, episode(common.prompt, 0))
@@ -338,7 +338,7 @@ def test_tokens_of_a_version_that_may_be_lost_are_not_trained_on_although_its_nu
     assert (again.issue, again.version) == (2, 1)
     made.finish(again, episode(again.prompt, 1))
     assert ledger.drop_reasons == {"rolled_back": 1}
-    lease = made.take(1, 1)
+    lease = made.take(1)
     assert lease is not None
     assert sorted(f.newest for f in lease.finished) == [0, 1]
 
@@ -349,7 +349,7 @@ def test_an_answer_from_before_a_rebuilt_ledger_is_refused() -> None:
     other.announce(0)
     for ticket in admit_all(other)[:2]:
         other.finish(ticket, episode(ticket.prompt, 0))
-    lease = other.take(0, 0)
+    lease = other.take(0)
     assert lease is not None
     made, _, _ = feed(eta=1, b=2)
     made.announce(0)
@@ -392,13 +392,13 @@ def test_a_restarted_controller_goes_on_with_the_file(tmp_path: Path) -> None:
     tickets = admit_all(made)
     for ticket in tickets[:3]:
         made.finish(ticket, episode(ticket.prompt, 0))
-    lease = made.take(0, 0)
+    lease = made.take(0)
     assert lease is not None
     file._db.close()  # what was not flushed is lost
     again, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"), version=None)
     again.hello(0, trainer="first")  # the batch may not have reached it
     assert (again.stats().ready, len(again.groups.waiting), again.stats().leased) == (1, 1, 2)
-    same = again.take(0, 0)
+    same = again.take(0)
     assert same is not None
     assert (same.groups, same.snapshot) == (lease.groups, lease.snapshot)
     again.announce(0)
@@ -411,12 +411,12 @@ def test_a_resumed_trainer_gets_the_same_groups_for_the_step_it_lost() -> None:
     made.announce(0)
     for ticket in admit_all(made):
         made.finish(ticket, episode(ticket.prompt, 0))
-    first = made.take(0, 0)
+    first = made.take(0)
     assert first is not None
     made.hello(0, trainer="second")
     made.announce(0)
     assert made.admit() is None
-    again = made.take(0, 0)
+    again = made.take(0)
     assert again is not None
     assert (again.groups, again.snapshot) == (first.groups, first.snapshot)
 
@@ -426,11 +426,11 @@ def test_a_commit_that_did_not_arrive_is_made_up_for() -> None:
     made.announce(0)
     for ticket in admit_all(made):
         made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.take(0, 0)
+    assert made.take(0)
     made.hello(1, trainer="second")  # its checkpoint contains step 0
     assert ledger.counts[GroupState.CONSUMED] == 2
-    with pytest.raises(RolloutError, match="step 0 at v0 requested, but step 1 is next"):
-        made.take(0, 0)
+    with pytest.raises(RolloutError, match="step 0 requested, but step 1 is next"):
+        made.take(0)
 
 
 def test_another_batch_size_at_a_resume_loses_and_repeats_no_prompt() -> None:
@@ -439,14 +439,14 @@ def test_another_batch_size_at_a_resume_loses_and_repeats_no_prompt() -> None:
     made.announce(0)
     for ticket in admit_all(made):
         made.finish(ticket, episode(ticket.prompt, 0))
-    first = made.take(0, 0)
+    first = made.take(0)
     assert first is not None
     again, _, _ = feed(eta=1, b=3, file=file, version=None)
     again.hello(1, trainer="second")
     again.announce(1)
     for ticket in admit_all(again):
         again.finish(ticket, episode(ticket.prompt, 1))
-    second = again.take(1, 1)
+    second = again.take(1)
     assert second is not None
     assert [f.ticket.prompt.position for f in first.finished] == [0, 1]
     assert [f.ticket.prompt.position for f in second.finished] == [2, 3, 4]
@@ -491,7 +491,7 @@ def test_a_ready_group_that_became_too_old_is_reported() -> None:
     tickets = admit_all(made)
     for ticket in tickets:
         made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.take(0, 0)
+    assert made.take(0)
     made.announce(1)
     [ticket] = admit_all(made)
     made.finish(ticket, episode(ticket.prompt, 0))  # the server says it used an older version

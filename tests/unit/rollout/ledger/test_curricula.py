@@ -30,10 +30,9 @@ def leveled(n: int, hard: int) -> list[Sample]:
     ]
 
 
-def made(chosen: StagedDifficulty, rows: Sequence[Sample], seed: int = 0) -> tuple[Curriculum, PromptStream]:
-    curriculum = Curriculum(chosen, rows, seed)
-    stream = PromptStream(rows, Formatter(tokenizer=CharTokenizer()), seed=seed, max_prompt_tokens=64, order=curriculum)
-    return curriculum, stream
+def made(chosen: StagedDifficulty, rows: Sequence[Sample], seed: int = 0) -> PromptStream:
+    order = Curriculum(chosen, rows, seed)
+    return PromptStream(rows, Formatter(tokenizer=CharTokenizer()), seed=seed, max_prompt_tokens=64, order=order)
 
 
 def only(weights: dict[str, float]) -> StagedDifficulty:
@@ -44,7 +43,7 @@ def test_values_are_drawn_as_often_as_their_weights_say() -> None:
     """Within 5 standard deviations; 3 of 4 parts are easy, and a weight of 0 is never drawn."""
     seed, n = random.randrange(1 << 30), 20_000
     rows = [*leveled(40, 7), replace(samples(41)[40], columns={"level": "never"})]
-    _, stream = made(only({"easy": 3, "never": 0, "hard": 1}), rows, seed)
+    stream = made(only({"easy": 3, "never": 0, "hard": 1}), rows, seed)
     prompts = [stream.at(position) for position in range(n)]
     drawn = Counter(prompt.sample.columns["level"] for prompt in prompts)
     assert drawn["never"] == 0
@@ -55,7 +54,7 @@ def test_values_are_drawn_as_often_as_their_weights_say() -> None:
 
 
 def test_a_row_comes_once_in_as_many_positions_as_its_value_has_rows() -> None:
-    _, stream = made(only({"easy": 1}), leveled(50, 10))
+    stream = made(only({"easy": 1}), leveled(50, 10))
     for epoch in range(3):
         uids = [stream.at(position).uid for position in range(40 * epoch, 40 * (epoch + 1))]
         assert sorted(uids) == sorted(f"{epoch}:s{i}" for i in range(40))
@@ -63,8 +62,7 @@ def test_a_row_comes_once_in_as_many_positions_as_its_value_has_rows() -> None:
 
 def test_one_row_of_many_is_drawn_at_once() -> None:
     """By its list, not by skipping positions until one is found: each position issues a prompt."""
-    curriculum, stream = made(only({"hard": 1}), leveled(3000, 1))
-    feed_, ledger, _ = feed(eta=0, b=3, prompts=stream, curriculum=curriculum)
+    feed_, ledger, _ = feed(eta=0, b=3, prompts=made(only({"hard": 1}), leveled(3000, 1)))
     feed_.announce(0)
     assert {ticket.prompt.sample.uid for ticket in admit_all(feed_)} == {"s2999"}
     assert ledger.head.next_position == ledger.head.issued == 3
@@ -74,19 +72,17 @@ def played(path: Path, steps: int, stop: int | None, lose: bool = False, eta: in
     """Levels of each step's uids; before ``stop`` another process continues, ``lose``: without the ledger's file."""
     rows, taken, lease = leveled(30, 12), list[list[str]](), Lease(finished=(), snapshot=b"")
     file = LedgerFile(path / "first.sqlite", "r")
-    curriculum, prompts = made(EASY_THEN_MIXED, rows)
-    feed_, _, _ = feed(eta=eta, b=3, prompts=prompts, file=file, curriculum=curriculum)
+    feed_, _, _ = feed(eta=eta, b=3, prompts=made(EASY_THEN_MIXED, rows), file=file)
     for step in range(steps):
         if step == stop:
             file.close()
             file = LedgerFile(path / ("second.sqlite" if lose else "first.sqlite"), "r")
-            curriculum, prompts = made(EASY_THEN_MIXED, rows)
-            feed_, _, _ = feed(eta=eta, b=3, prompts=prompts, file=file, version=None, curriculum=curriculum)
+            feed_, _, _ = feed(eta=eta, b=3, prompts=made(EASY_THEN_MIXED, rows), file=file, version=None)
             feed_.hello(step, trainer="second", snapshot=lease.snapshot)
         feed_.announce(step)
         for ticket in admit_all(feed_):
             feed_.finish(ticket, episode(ticket.prompt, step))
-        lease = feed_.take(step, step) or lease
+        lease = feed_.take(step) or lease
         feed_.commit(step)
         taken.append([group.uid for group in lease.groups])
     file.close()
@@ -110,7 +106,7 @@ def test_a_resumed_run_draws_the_prompts_that_it_would_have_drawn(
 
 def test_another_curriculum_is_another_order() -> None:
     rows = leveled(30, 12)
-    digests = {made(chosen, rows)[1].digest for chosen in (EASY_THEN_MIXED, only({"easy": 1}), only({"easy": 2}))}
+    digests = {made(chosen, rows).digest for chosen in (EASY_THEN_MIXED, only({"easy": 1}), only({"easy": 2}))}
     assert len(digests) == 3
 
 

@@ -81,7 +81,7 @@ def played(path: Path, steps: int, stop: int | None, lose: bool = False) -> list
         made.announce(step)
         for ticket in admit_all(made):
             made.finish(ticket, graded(ticket, step))
-        lease = made.take(step, step) or lease
+        lease = made.take(step) or lease
         made.commit(step)
         taken.append([group.uid for group in lease.groups])
     file.close()
@@ -103,7 +103,7 @@ def test_a_snapshot_of_an_earlier_commit_has_no_counts() -> None:
     made.announce(0)
     for ticket in admit_all(made):
         made.finish(ticket, episode(ticket.prompt, 0))
-    lease = made.take(0, 0)
+    lease = made.take(0)
     assert lease is not None
     found = decode_snapshot(lease.snapshot, NAME)
     assert found is not None

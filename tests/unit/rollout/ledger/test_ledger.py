@@ -13,9 +13,9 @@ from tests.support.rollout.helpers import open_ledger
 def test_a_group_goes_through_its_life_and_its_trajectories_are_forgotten() -> None:
     file, book = open_ledger()
     seq = book.issue(0, 1)
-    book.run(seq, 3, 9.0)
+    book.run(seq, 3)
     book.requeue(seq, 1, 0)
-    book.run(seq, 4, 9.0)
+    book.run(seq, 4)
     book.finish(seq, 4, 5, b"text")
     assert book.table.payload(seq) == b"text"
     book.lease([seq], 7)
@@ -41,7 +41,7 @@ def test_moves_that_the_diagram_does_not_show_are_refused() -> None:
     with pytest.raises(LedgerError, match="issue 0 of math is not live and cannot become dropped"):
         book.drop(seq, "stale")
     with pytest.raises(LedgerError, match="issue 5 of math is not live"):
-        book.run(5, 0, 0.0)
+        book.run(5, 0)
 
 
 def test_a_lost_group_is_noticed() -> None:

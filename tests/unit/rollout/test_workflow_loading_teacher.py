@@ -13,8 +13,8 @@ from areal_lora.config.sections.section import ServedModel
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.teacher import Teacher, WithTeacher
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow
+from areal_lora.rollout.workflow_loading import Teacher, TrainingWorkflow
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome
 from tests.support.clocks import seen
@@ -60,7 +60,7 @@ def teach(
 def answered(teacher: Teacher, scorer: Graded | None = None, hold_s: float = 600.0) -> Coroutine[Any, Any, Episode]:
     async def main() -> Episode:
         async with served(FakeServer(models={str(V1)}), scorer or Graded()) as context:
-            workflow = WithTeacher(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=hold_s)
+            workflow = TrainingWorkflow(answers=SingleTurnWorkflow(context=context), teacher=teacher, hold_s=hold_s)
             return await workflow.run(prompt_of("1+1="), V1, seed=1)
 
     return main()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from areal_lora.rollout.controller.pacing import Admission, Claim, GroupTally
+from areal_lora.rollout.controller.runtime import Admission, Claim
 from tests.support.rollout.sharing import Profile, Sharing
 from tests.support.sizes import sample
 
@@ -25,7 +25,8 @@ class Adapter:
     left: int
     running: int = 0
     idle: bool = False
-    tally: GroupTally = field(default_factory=GroupTally)
+    ended: list[int | None] = field(default_factory=list)
+    claim: Claim = field(default_factory=lambda: Claim(sequences=8, groups=4, weight=2.0))
 
     def start_one(self) -> bool:
         if not self.left:
@@ -37,15 +38,17 @@ class Adapter:
     def end(self, tokens: int | None = 8) -> None:
         """A group ends, without an answer if ``tokens`` is None."""
         self.running -= 1
-        self.tally = GroupTally(
-            ended=self.tally.ended + 1,
-            answered=self.tally.answered + (tokens is not None),
-            tokens=self.tally.tokens + (tokens or 0),
-        )
+        self.ended.append(tokens)
+
+
+def queue(claims: dict[str, Claim], adapters: dict[str, Adapter]) -> Admission:
+    for name, adapter in adapters.items():
+        adapter.claim = claims[name]
+    return Admission(adapters)
 
 
 def admit(sequences: int, claims: dict[str, Claim], adapters: dict[str, Adapter]) -> dict[str, int]:
-    admission = Admission(claims, adapters)
+    admission = queue(claims, adapters)
     admission.sequences = sequences
     admission.admit()
     return {name: adapter.running for name, adapter in adapters.items()}
@@ -80,7 +83,7 @@ def test_sequences_count_and_not_groups() -> None:
 
 def test_a_newcomer_gets_the_places_that_come_free_until_it_has_its_part() -> None:
     adapters = {"a": Adapter(100), "b": Adapter(0, idle=True)}
-    admission = Admission(claims(a=1.0, b=1.0), adapters)
+    admission = queue(claims(a=1.0, b=1.0), adapters)
     admission.sequences = 64
     admission.admit()
     assert adapters["a"].running == 8
@@ -139,7 +142,7 @@ def servers(rng: random.Random, weights: dict[str, float], places: int, left: in
     means = {n: rng.choice([4, 20, 100]) * made[n].sequences for n in weights}
     tokens = {n: (lambda n=n: max(1, round(means[n] * rng.uniform(0.3, 1.7)))) for n in weights}
     adapters = {n: Adapter(left) for n in weights}
-    admission = Admission(made, adapters)
+    admission = queue(made, adapters)
     admission.sequences = places
     return Servers(admission, adapters, tokens, made)
 
@@ -169,7 +172,7 @@ def test_a_group_is_counted_with_its_tokens_once_they_are_known() -> None:
     """One place at a time, and answers ten times as long: a tenth of the groups."""
     made = claims(a=1.0, b=1.0)
     adapters = {"a": Adapter(ENDLESS), "b": Adapter(ENDLESS)}
-    admission = Admission(made, adapters)
+    admission = queue(made, adapters)
     admission.sequences = 1
     had = Counter[str]()
     for _ in range(440):
@@ -183,7 +186,7 @@ def test_a_group_is_counted_with_its_tokens_once_they_are_known() -> None:
 @pytest.mark.parametrize("tokens", [None, 0])
 def test_groups_without_an_answer_or_without_tokens_are_not_free(tokens: int | None) -> None:
     adapters = {"a": Adapter(ENDLESS), "b": Adapter(ENDLESS)}
-    admission = Admission(claims(a=1.0, b=1.0), adapters)
+    admission = queue(claims(a=1.0, b=1.0), adapters)
     admission.sequences = 1
     had = Counter[str]()
     for _ in range(400):
@@ -217,7 +220,7 @@ def test_one_that_may_not_start_groups_is_owed_a_step_for_each_other_adapter_at_
 def test_an_idle_one_and_a_newcomer_are_owed_nothing() -> None:
     made = claims(a=1.0, b=1.0)
     adapters = {"a": Adapter(ENDLESS), "b": Adapter(0, idle=True)}
-    admission = Admission(made, adapters)
+    admission = queue(made, adapters)
     admission.sequences = 8
 
     def serve(groups: int) -> Counter[str]:
@@ -234,7 +237,7 @@ def test_an_idle_one_and_a_newcomer_are_owed_nothing() -> None:
     had = serve(100)
     assert abs(had["a"] - had["b"]) <= 2, "it had been paused"
     adapters["c"] = Adapter(ENDLESS)
-    admission.add("c", Claim(sequences=8, groups=4, weight=2.0), adapters["c"])
+    admission.add("c", adapters["c"])
     had = serve(100)
     assert had["c"] == pytest.approx(50, abs=2)
     admission.leave("a")
