@@ -14,7 +14,6 @@ session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job,
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -259,7 +258,7 @@ def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) ->
         elif start.is_over():
             path.unlink(missing_ok=True)
             continue
-        elif start.host == socket.gethostname():
+        elif start.here:
             os.kill(start.pid, signal.SIGTERM)
             text = f"process {start.pid}: stopping"
             stopped += 1
