@@ -173,12 +173,10 @@ class _Session:
         ended, silent = supervisor.poll(), self._pulse.silent(now)
         for spec in [spec for spec in supervisor.running() if spec.name in silent]:
             ended += supervisor.end([spec], why=f"sent no heartbeat for {silent[spec.name]:.0f} s")
-        supervisor.clear(ended)
         for e in ended:
             code = self._decide(e, now) or code
         for specs in self._restarts.due(now):
             supervisor.start(specs)
-        supervisor.look_after()
         return code
 
     def _decide(self, ended: ProcessExit, now: float) -> int:
