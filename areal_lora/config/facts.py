@@ -61,12 +61,12 @@ def check_import_path(text: str, config_key: str) -> None:
     if source is None:
         return
     try:
-        content = source.read_bytes()
+        content = importlib.util.decode_source(source.read_bytes())
         symbols = symtable.symtable(content, str(source), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(config_key, f"{source} is not readable Python: {error}", "correct the file") from None
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name not in names and "__getattr__" not in names and not re.search(rb"\bimport\s*\*", content):
+    if name not in names and "__getattr__" not in names and not re.search(r"\bimport\s*\*", content):
         close = difflib.get_close_matches(name, sorted(names), n=1)
         fix = f"did you mean {close[0]}" if close else "define it there, or correct the name"
         raise ConfigError(config_key, f"{source} defines no {name!r}", fix)
