@@ -57,7 +57,7 @@ class Origin:
         return self.label if self.line is None else f"{self.label}:{self.line}"
 
 
-class Tree(dict[str, Any]):
+class KeyTree(dict[str, Any]):
     """A mapping of the configuration, with the ``origins`` of its keys."""
 
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._origin = origin
 
-    def tree(self, node: yaml.MappingNode) -> Tree:
+    def tree(self, node: yaml.MappingNode) -> KeyTree:
         origins: dict[str, Origin] = {}
         for key, _ in node.value:
             name, here = str(key.value), replace(self._origin, line=key.start_mark.line + 1)
@@ -80,13 +80,13 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(name, f"given twice in {here}", "keep one of the two")
             origins[name] = here
         values: dict[Any, Any] = self.construct_mapping(node, deep=True)  # deep: one that is in itself is an error
-        return Tree(values, dict.fromkeys(map(str, values), self._origin) | origins)
+        return KeyTree(values, dict.fromkeys(map(str, values), self._origin) | origins)
 
 
 _Loader.add_constructor(_Loader.DEFAULT_MAPPING_TAG, _Loader.tree)
 
 
-def read_source(path: Path) -> Tree:
+def read_source(path: Path) -> KeyTree:
     """Parse one YAML file. Raises ConfigError for a missing, unreadable or malformed file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -103,8 +103,8 @@ def read_source(path: Path) -> Tree:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         fix = "correct indentation, quotes, brackets; no tabs, no tags, no alias in what it names"
         raise ConfigError(at, f"is not valid YAML: {problem}", fix) from None
-    data = Tree({}, {}) if data is None else data
-    if not isinstance(data, Tree):
+    data = KeyTree({}, {}) if data is None else data
+    if not isinstance(data, KeyTree):
         reason = f"holds a {type(data).__name__}, not key: value pairs"
         raise ConfigError(str(path), reason, "start with a section such as `run:`")
     return data
@@ -114,7 +114,7 @@ def tracked(value: Any, origin: Origin) -> Any:
     """A copy with trees, lists and text for paths, as YAML has them, all set by ``origin``."""
     if isinstance(value, Mapping):
         values = {str(key): tracked(item, origin) for key, item in value.items()}
-        return Tree(values, dict.fromkeys(values, origin))
+        return KeyTree(values, dict.fromkeys(values, origin))
     if isinstance(value, list | tuple):
         return [tracked(item, origin) for item in value]
     return str(value) if isinstance(value, PurePath) else value
@@ -124,7 +124,7 @@ def origin_of(path: models.Path, data: Any) -> Origin | None:
     """What has set ``path`` last, or the nearest section above it that was set."""
     found = None
     for key in path:
-        if isinstance(data, Tree):
+        if isinstance(data, KeyTree):
             found = data.origins.get(str(key), found)
         data = models.value_at(data, (key,))
     return found
@@ -145,7 +145,7 @@ def configuration_file(path: Path) -> Path:
     return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path
 
 
-def to_config_errors(error: ValidationError, data: Tree, labels: Sequence[str]) -> list[ConfigError]:
+def to_config_errors(error: ValidationError, data: KeyTree, labels: Sequence[str]) -> list[ConfigError]:
     """One ConfigError for each key that is wrong: unknown keys, then wrong values, then missing keys.
 
     ``labels`` name what ``data`` was made from.
@@ -160,7 +160,7 @@ def to_config_errors(error: ValidationError, data: Tree, labels: Sequence[str]) 
     return list(errors.values())
 
 
-def _to_config_error(first: ErrorDetails, data: Tree, labels: Sequence[str]) -> ConfigError:
+def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) -> ConfigError:
     path = without_tags(first["loc"], data)
     name = models.dotted(path)
     if first["type"] == "missing":
@@ -227,13 +227,13 @@ def _what_is_allowed(detail: ErrorDetails) -> str:
     return f"give {text}" if text != detail["msg"] else detail["msg"]
 
 
-def merge_maps(base: Tree, overlay: Tree) -> Tree:
-    merged = Tree(base, base.origins | overlay.origins)
+def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
+    merged = KeyTree(base, base.origins | overlay.origins)
     for key, value in overlay.items():
         old = base.get(key)
         if key == "adapters" and isinstance(old, list) and isinstance(value, list):
             merged[key] = _merge_adapters(old, value, overlay.origins[key])
-        elif isinstance(old, Tree) and isinstance(value, Tree):
+        elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
             changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
             merged[key] = value if changes_kind else merge_maps(old, value)
         else:
@@ -242,7 +242,7 @@ def merge_maps(base: Tree, overlay: Tree) -> Tree:
 
 
 def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list[Any]:
-    if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], Tree) and isinstance(overlay[0], Tree):
+    if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], KeyTree) and isinstance(overlay[0], KeyTree):
         return [merge_maps(base[0], overlay[0])]
     given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
     if repeated := [name for name, count in given.items() if name is not None and count > 1]:
@@ -273,7 +273,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 
-def apply_override(data: Tree, text: str) -> Tree:
+def apply_override(data: KeyTree, text: str) -> KeyTree:
     """The merged tree; an adapter is addressed by number or name. Raises as `parse_override`."""
     key, value = parse_override(text)
     parts = key.split(".")
@@ -286,13 +286,13 @@ def apply_override(data: Tree, text: str) -> Tree:
     if not rest:
         raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
     changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value))
-    return Tree(data | {"adapters": [changed if i == at else old for i, old in enumerate(adapters)]}, data.origins)
+    return KeyTree(data | {"adapters": [changed if i == at else old for i, old in enumerate(adapters)]}, data.origins)
 
 
 def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
     """Return the position of the adapter in ``adapters.<number or name>.rest``, and the rest."""
     address = key.removeprefix("adapters.")
-    names = {at: str(entry.get("name")) for at, entry in enumerate(adapters) if isinstance(entry, Tree)}
+    names = {at: str(entry.get("name")) for at, entry in enumerate(adapters) if isinstance(entry, KeyTree)}
     for at, name in names.items():
         # A name may itself hold dots.
         if address == name or address.startswith(name + "."):
@@ -306,14 +306,14 @@ def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
     )
 
 
-def _nest(parts: list[str], value: Any) -> Tree:
+def _nest(parts: list[str], value: Any) -> KeyTree:
     for part in reversed(parts):
         value = tracked({part: value}, Origin(COMMAND_LINE, Path.cwd()))
-    assert isinstance(value, Tree)
+    assert isinstance(value, KeyTree)
     return value
 
 
-def _check_is_map(data: Tree, parts: list[str]) -> Tree:
+def _check_is_map(data: KeyTree, parts: list[str]) -> KeyTree:
     """``data``, if the way to ``parts`` leads only through sections."""
     here: Any = data
     for depth, part in enumerate(parts[:-1]):
@@ -343,7 +343,7 @@ def load_config(
     if not parts:
         raise ConfigError("--config", "no configuration file given", "--config examples/math/embedded.yaml")
     sources = [_source(part) for part in parts]
-    merged = Tree({}, {})
+    merged = KeyTree({}, {})
     for _, data in sources:
         merged = merge_maps(merged, data)
     for override in overrides:
@@ -358,15 +358,15 @@ def load_config(
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
 
 
-def _add_given(data: Tree, section: str, keys: Mapping[str, str]) -> None:
+def _add_given(data: KeyTree, section: str, keys: Mapping[str, str]) -> None:
     """Add ``keys`` below those of the section, unless this is of another kind that has keys of its own."""
     match data.get("adapters"):
-        case [Tree() as adapter] if isinstance(old := adapter.get(section, Tree({}, {})), Tree):
+        case [KeyTree() as adapter] if isinstance(old := adapter.get(section, KeyTree({}, {})), KeyTree):
             if old.get("kind", keys["kind"]) in (keys["kind"], *BUILT_IN):
-                adapter[section] = Tree({**keys, **old, "kind": keys["kind"]}, old.origins)
+                adapter[section] = KeyTree({**keys, **old, "kind": keys["kind"]}, old.origins)
 
 
-def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, Tree]:
+def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, KeyTree]:
     """The label and the content of one part."""
     if isinstance(part, Mapping):
         return GIVEN, tracked(part, Origin(GIVEN, Path.cwd()))
@@ -374,7 +374,7 @@ def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, Tree]:
     return str(path), read_source(path)
 
 
-def _resolve_paths(data: Tree) -> None:
+def _resolve_paths(data: KeyTree) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
     keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
