@@ -214,18 +214,15 @@ class Restarts:
             unit.launches += 1
             if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
                 return self._abandon(unit, replace(ended, lost=unit.has_worked))
-            unit.due = now + LAUNCH_AGAIN_S
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
+            return self._again(unit, ended, now, LAUNCH_AGAIN_S)
         unit.launches = 0
         if ended.planned:
-            unit.due = now
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=0.0)
+            return self._again(unit, ended, now, 0.0)
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1
-            unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS)
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)
+            return self._again(unit, ended, now, BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS))
         if not observes and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
             # A process that failed before its first heartbeat is likely to fail again.
             return RestartVerdict(ended=ended, ends_run=True)
@@ -235,8 +232,10 @@ class Restarts:
         unit.times += not temporary
         growths = max(0, unit.times - 1)
         wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if observes else growths)
+        return self._again(unit, ended, now, wait_s, 0 if temporary else unit.times)
+
+    def _again(self, unit: _Unit, ended: ProcessExit, now: float, wait_s: float, times: int = 0) -> RestartVerdict:
         unit.due = now + wait_s
-        times = 0 if temporary else unit.times
         return RestartVerdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
