@@ -51,7 +51,7 @@ def create(
     name: Annotated[str, typer.Option(metavar="NAME", help="name of the adapter, instead of the file's")] = "",
 ) -> None:
     """Have the run train an adapter. It is durable when the command ends; `show` prints the result."""
-    section = read_source(file).data | ({"name": name} if name else {})
+    section = read_source(file) | ({"name": name} if name else {})
     accepted = ServiceClient(run).post("/v1/adapters", section)
     print(f"{accepted['name']} is accepted, incarnation {accepted['incarnation']}")
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
 from areal_lora.launcher.supervise import handled
+from areal_lora.network.http_server import listening
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets
@@ -179,7 +179,8 @@ def served(
     """
     picked = [pick_version(folder, config, version, adapter.name) for version in versions]
     chosen = list({version.ref: version for version in picked}.values())
-    port = free_port(port)
+    with listening("127.0.0.1", port, "--port") as probe:
+        port = probe.getsockname()[1]
     ctrl_c = handled(signal.SIGTERM, signal.default_int_handler)  # SIGTERM leaves no more behind than Ctrl-C
     with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, ctrl_c:
         log = Path(temporary) / "server.log"
@@ -209,18 +210,6 @@ def served(
             except subprocess.TimeoutExpired:
                 process.kill()  # its engine ends with it
                 process.wait()
-
-
-def free_port(port: int) -> int:
-    """``port`` if it is free on loopback, else ConfigError; a free one for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError("--port", f"cannot bind 127.0.0.1:{port}: {error.strerror}", "give another") from None
-        number: int = probe.getsockname()[1]
-        return number
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

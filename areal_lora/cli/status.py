@@ -23,7 +23,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.job_query import look as look_up, lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
-from areal_lora.launcher.start import Holder, holder
+from areal_lora.launcher.start import Owner, holder
 from areal_lora.network.addresses import look as interfaces
 from areal_lora.obs.console import duration, histogram, number, percent, training_speed
 from areal_lora.obs.metrics.reader import newest_records, state_records
@@ -227,7 +227,7 @@ def _job(folder: RunFolder) -> JobStatus | None:
     )
 
 
-def _state(folder: RunFolder, job: JobStatus | None, held: Holder | None, here: Mapping[str, int]) -> tuple[str, str]:
+def _state(folder: RunFolder, job: JobStatus | None, held: Owner | None, here: Mapping[str, int]) -> tuple[str, str]:
     """A state of a run, and the reason where it is not plain."""
     done = folder.summary.is_file()
     if job is not None:

@@ -9,7 +9,6 @@ from shlex import quote
 from typing import Annotated
 
 import msgspec
-import psutil
 import typer
 
 from areal_lora.cli.find_run import Run, find_run, local_processes
@@ -55,21 +54,17 @@ def stop_launcher(folder: RunFolder, now: bool) -> None:
     if not held.here:
         fix = f"run this command there, or kill -TERM {held.pid} there"
         raise ConfigError(str(folder), f"its launcher is process {held.pid} on {held.host}", fix)
-    launcher = psutil.Process(held.pid)
     print(f"Stopping {folder}: TERM to launcher {held.pid}", flush=True)
-    os.kill(held.pid, signal.SIGTERM)
-    if now:
-        time.sleep(3 * POLL_S)  # two signals at once would count as one
+    for _ in range(2 if now else 1):
         with contextlib.suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGTERM)
-
-    def works() -> bool:
-        return holder(folder) == held and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE
+        if now:
+            time.sleep(3 * POLL_S)  # two signals at once would count as one
 
     def left() -> str:
         return ", ".join(local_processes(folder)) or "the launcher itself"
 
-    if not _wait_until_over(works, left, STOP_GRACE_S + SLACK_S):
+    if not _wait_until_over(lambda: holder(folder) == held, left, STOP_GRACE_S + SLACK_S):
         fix = f"areal-lora stop {quote(str(folder))} --now"
         raise ProcessFailed(f"{folder}: launcher {held.pid} is still there (fix: {fix})")
     _wait_for_processes(folder)

@@ -5,15 +5,16 @@ a misspelt name is reported before any process starts, also on a machine that la
 `areal_lora.processes.loading` imports the code later, in the process that uses it.
 """
 
-import ast
 import difflib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
+import symtable
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
@@ -60,11 +61,12 @@ def check_import_path(text: str, config_key: str) -> None:
     if source is None:
         return
     try:
-        tree = ast.parse(source.read_bytes(), filename=str(source))
+        content = importlib.util.decode_source(source.read_bytes())
+        symbols = symtable.symtable(content, str(source), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(config_key, f"{source} is not readable Python: {error}", "correct the file") from None
-    names = set(_bound_names(tree.body))
-    if name not in names and not names & {"*", "__getattr__"}:
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name not in names and "__getattr__" not in names and not re.search(r"\bimport\s*\*", content):
         close = difflib.get_close_matches(name, sorted(names), n=1)
         fix = f"did you mean {close[0]}" if close else "define it there, or correct the name"
         raise ConfigError(config_key, f"{source} defines no {name!r}", fix)
@@ -96,25 +98,6 @@ def _find_top(name: str) -> ModuleSpec | None:
     if name in sys.modules and sys.modules[name].__spec__ is None:
         return PathFinder.find_spec(name)
     return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
-
-
-def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module's statements bind, including those in branches, ``try`` and ``with``."""
-    for node in body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield node.name
-                continue
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-                continue
-        for child in ast.walk(node):
-            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                yield child.id
-        for below in ("body", "orelse", "finalbody"):
-            yield from _bound_names(vars(node).get(below, ()))
-        for handler in vars(node).get("handlers", ()):
-            yield from _bound_names(handler.body)
 
 
 SMI_S = 20.0

@@ -9,7 +9,7 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -45,21 +45,48 @@ _NOUNS = {
 """What to give, by the beginning of pydantic's type of error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One file, or the overrides: what it set, and on which line."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What has set a key: a file, with the line, or the overrides. Relative paths are looked up in ``folder``."""
 
     label: str
-    data: dict[str, Any]
-    lines: dict[models.Path, int]
     folder: Path
+    line: int | None = None
 
-    def where(self, path: models.Path) -> str:
-        line = self.lines.get(path)
-        return self.label if line is None else f"{self.label}:{line}"
+    def __str__(self) -> str:
+        return self.label if self.line is None else f"{self.label}:{self.line}"
 
 
-def read_source(path: Path) -> Source:
+class KeyTree(dict[str, Any]):
+    """A mapping of the configuration, with the ``origins`` of its keys."""
+
+    def __init__(self, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+        super().__init__(values)
+        self.origins = dict(origins)
+
+
+class _Loader(yaml.SafeLoader):
+    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last."""
+
+    def __init__(self, text: str, origin: Origin) -> None:
+        super().__init__(text)
+        self._origin = origin
+
+    def tree(self, node: yaml.MappingNode) -> KeyTree:
+        origins: dict[str, Origin] = {}
+        for key, _ in node.value:
+            name, here = str(key.value), replace(self._origin, line=key.start_mark.line + 1)
+            if name in origins:
+                raise ConfigError(name, f"given twice in {here}", "keep one of the two")
+            origins[name] = here
+        values: dict[Any, Any] = self.construct_mapping(node, deep=True)  # deep: one that is in itself is an error
+        return KeyTree(values, dict.fromkeys(map(str, values), self._origin) | origins)
+
+
+_Loader.add_constructor(_Loader.DEFAULT_MAPPING_TAG, _Loader.tree)
+
+
+def read_source(path: Path) -> KeyTree:
     """Parse one YAML file. Raises ConfigError for a missing, unreadable or malformed file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,65 +95,39 @@ def read_source(path: Path) -> Source:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
     try:
-        data = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = _Loader(text, Origin(str(path), path.resolve().parent)).get_single_data()
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of a day that is none
         # The parser's problem with its line, without its copy of the text.
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        fix = "correct indentation, quotes, brackets; no tabs, no tags"
+        fix = "correct indentation, quotes, brackets; no tabs, no tags, no alias in what it names"
         raise ConfigError(at, f"is not valid YAML: {problem}", fix) from None
-    data = {} if data is None else data
-    if not isinstance(data, dict):
+    data = KeyTree({}, {}) if data is None else data
+    if not isinstance(data, KeyTree):
         reason = f"holds a {type(data).__name__}, not key: value pairs"
         raise ConfigError(str(path), reason, "start with a section such as `run:`")
-    lines: dict[models.Path, int] = {}
-    try:
-        _index_lines(root, (), lines, str(path))
-    except RecursionError:
-        raise ConfigError(str(path), "is nested without end", "put no alias into what it names") from None
-    return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
+    return data
 
 
-def _index_lines(node: yaml.Node | None, path: models.Path, lines: dict[models.Path, int], label: str) -> None:
-    """Record the line of each key; a key given twice is an error, YAML would silently keep the last."""
-    if isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            _index_lines(item, (*path, i), lines, label)
-    elif isinstance(node, yaml.MappingNode):
-        seen: set[models.Path] = set()
-        for key, value in node.value:
-            here = (*path, key.value)
-            line = key.start_mark.line + 1
-            if here in seen:
-                raise ConfigError(models.dotted(here), f"given twice in {label}:{line}", "keep one of the two")
-            seen.add(here)
-            lines[here] = line
-            _index_lines(value, here, lines, label)
+def tracked(value: Any, origin: Origin) -> Any:
+    """A copy with trees, lists and text for paths, as YAML has them, all set by ``origin``."""
+    if isinstance(value, Mapping):
+        values = {str(key): tracked(item, origin) for key, item in value.items()}
+        return KeyTree(values, dict.fromkeys(values, origin))
+    if isinstance(value, list | tuple):
+        return [tracked(item, origin) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
-def origin_of(path: models.Path, data: Any, sources: Sequence[Source]) -> Source | None:
-    """The last source that set ``path``."""
-    return next((s for s in reversed(sources) if local_path(path, data, s.data) is not None), None)
-
-
-def local_path(path: models.Path, data: Any, local: Mapping[str, Any]) -> models.Path | None:
-    """``path`` of the merged tree as it is numbered within one source; None where the source does not set it."""
-    if path[:1] == ("adapters",) and len(path) > 1:
-        entries = local.get("adapters")
-        if not isinstance(entries, list):
-            return None
-        name = models.value_at(data, (*path[:2], "name"))
-        single = len(entries) == 1 and len(data["adapters"]) == 1
-        at = next((i for i, e in enumerate(entries) if single or (isinstance(e, dict) and e.get("name") == name)), None)
-        if at is None:
-            return None
-        path = ("adapters", at, *path[2:])
-    holder = models.value_at(local, path[:-1])
-    key = path[-1]
-    present = key in holder if isinstance(holder, dict) else isinstance(holder, list) and int(key) < len(holder)
-    return path if present else None
+def origin_of(path: models.Path, data: Any) -> Origin | None:
+    """What has set ``path`` last, or the nearest section above it that was set."""
+    found = None
+    for key in path:
+        if isinstance(data, KeyTree):
+            found = data.origins.get(str(key), found)
+        data = models.value_at(data, (key,))
+    return found
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -144,34 +145,33 @@ def configuration_file(path: Path) -> Path:
     return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path
 
 
-def to_config_errors(error: ValidationError, data: Any, sources: Sequence[Source]) -> list[ConfigError]:
-    """One ConfigError for each key that is wrong: unknown keys, then wrong values, then missing keys."""
+def to_config_errors(error: ValidationError, data: KeyTree, labels: Sequence[str]) -> list[ConfigError]:
+    """One ConfigError for each key that is wrong: unknown keys, then wrong values, then missing keys.
+
+    ``labels`` name what ``data`` was made from.
+    """
     order = {"extra_forbidden": 0, "missing": 2}
     errors: dict[str, ConfigError] = {}
     for detail in sorted(error.errors(), key=lambda d: order.get(d["type"], 1)):
-        found = _to_config_error(detail, data, sources)
+        found = _to_config_error(detail, data, labels)
         # A misspelt key that is required is unknown and missing; the unknown key is the cause.
         if detail["type"] != "missing" or not any(e.fix == f"use {found.path}" for e in errors.values()):
             errors.setdefault(found.path, found)
     return list(errors.values())
 
 
-def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) -> ConfigError:
+def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) -> ConfigError:
     path = without_tags(first["loc"], data)
     name = models.dotted(path)
     if first["type"] == "missing":
-        labels = ", ".join(s.label for s in sources if s.label != COMMAND_LINE)
-        return ConfigError(name, f"is required and set nowhere ({labels})", f"add {name}: <value>")
+        return ConfigError(name, f"is required and set nowhere ({', '.join(labels)})", f"add {name}: <value>")
     if first["type"] in _TAG_FAULTS:
         path = (*path, "kind")
         name = models.dotted(path)
     if first["type"] == "union_tag_not_found":
         return ConfigError(name, "is required and set nowhere", f"add {name}, or give the file that this one overlays")
-    source = origin_of(path, data, sources)
-    where = ""
-    if source is not None:
-        local = local_path(path, data, source.data)
-        where = f" in {source.where(local or path)}"
+    origin = origin_of(path, data)
+    where = "" if origin is None else f" in {origin}"
     if first["type"] == "extra_forbidden":
         return ConfigError(name, f"unknown key{where}", f"use {nearest_key(path, data)}")
     if first["type"] == "value_error":
@@ -227,36 +227,36 @@ def _what_is_allowed(detail: ErrorDetails) -> str:
     return f"give {text}" if text != detail["msg"] else detail["msg"]
 
 
-def merge_maps(base: Mapping[str, Any], overlay: Mapping[str, Any], label: str) -> dict[str, Any]:
-    merged = dict(base)
+def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
+    merged = KeyTree(base, base.origins | overlay.origins)
     for key, value in overlay.items():
         old = base.get(key)
         if key == "adapters" and isinstance(old, list) and isinstance(value, list):
-            merged[key] = _merge_adapters(old, value, label)
-        elif isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merge_adapters(old, value, overlay.origins[key])
+        elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
             changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
-            merged[key] = dict(value) if changes_kind else merge_maps(old, value, label)
+            merged[key] = value if changes_kind else merge_maps(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _merge_adapters(base: list[Any], overlay: list[Any], label: str) -> list[Any]:
-    if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], dict) and isinstance(overlay[0], dict):
-        return [merge_maps(base[0], overlay[0], label)]
+def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list[Any]:
+    if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], KeyTree) and isinstance(overlay[0], KeyTree):
+        return [merge_maps(base[0], overlay[0])]
     given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
     if repeated := [name for name, count in given.items() if name is not None and count > 1]:
-        raise ConfigError("adapters", f"{label} names {repeated[0]!r} twice", "give each adapter its own name")
+        raise ConfigError("adapters", f"{origin} names {repeated[0]!r} twice", "give each adapter its own name")
     merged = list(base)
     names = [entry.get("name") for entry in base if isinstance(entry, dict)]
     for i, entry in enumerate(overlay):
         name = entry.get("name") if isinstance(entry, dict) else None
         if name is None:
-            reason = f"an entry without a name in {label} cannot be matched"
+            reason = f"an entry without a name in {origin} cannot be matched"
             raise ConfigError(f"adapters.{i}", reason, f"name one of {names}")
         if name in names:
             at = names.index(name)
-            merged[at] = merge_maps(merged[at], entry, label)
+            merged[at] = merge_maps(merged[at], entry)
         else:
             merged.append(entry)
     return merged
@@ -273,47 +273,47 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 
-def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Source]:
+def apply_override(data: KeyTree, text: str) -> KeyTree:
     """The merged tree; an adapter is addressed by number or name. Raises as `parse_override`."""
     key, value = parse_override(text)
     parts = key.split(".")
     if parts[0] != "adapters" or len(parts) == 1:
-        nested = _nest(parts, value)
-        merged = merge_maps(_check_is_map(data, parts), nested, COMMAND_LINE)
-    else:
-        adapters = data.get("adapters")
-        if not isinstance(adapters, list):
-            raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
-        at, rest = _find_adapter(adapters, key)
-        if not rest:
-            raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
-        changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value), COMMAND_LINE)
-        merged = {**data, "adapters": [changed if i == at else old for i, old in enumerate(adapters)]}
-        # Sources look an entry up by name, so that the error names the command line and not a file.
-        nested = {"adapters": [{"name": changed.get("name"), **_nest(rest, value)}]}
-    return merged, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
+        return merge_maps(_check_is_map(data, parts), _nest(parts, value))
+    adapters = data.get("adapters")
+    if not isinstance(adapters, list):
+        raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
+    at, rest = _find_adapter(adapters, key)
+    if not rest:
+        raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
+    changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value))
+    return KeyTree(data | {"adapters": [changed if i == at else old for i, old in enumerate(adapters)]}, data.origins)
 
 
 def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
     """Return the position of the adapter in ``adapters.<number or name>.rest``, and the rest."""
     address = key.removeprefix("adapters.")
-    names = [str(entry.get("name")) for entry in adapters if isinstance(entry, dict)]
-    for at, name in enumerate(names):
+    names = {at: str(entry.get("name")) for at, entry in enumerate(adapters) if isinstance(entry, KeyTree)}
+    for at, name in names.items():
         # A name may itself hold dots.
         if address == name or address.startswith(name + "."):
             return at, [part for part in address.removeprefix(name).split(".") if part]
     first, _, rest = address.partition(".")
-    if first.isdecimal() and int(first) < len(adapters):
+    if first.isdecimal() and int(first) in names:
         return int(first), rest.split(".") if rest else []
     numbers = "0" if len(names) == 1 else f"0 to {len(names) - 1}"
-    raise ConfigError(key, f"there is no adapter {first!r}", f"use {' or '.join(names)}, or its number, {numbers}")
+    raise ConfigError(
+        key, f"there is no adapter {first!r}", f"use {' or '.join(names.values())}, or its number, {numbers}"
+    )
 
 
-def _nest(parts: list[str], value: Any) -> dict[str, Any]:
-    return {parts[0]: _nest(parts[1:], value) if parts[1:] else value}
+def _nest(parts: list[str], value: Any) -> KeyTree:
+    for part in reversed(parts):
+        value = tracked({part: value}, Origin(COMMAND_LINE, Path.cwd()))
+    assert isinstance(value, KeyTree)
+    return value
 
 
-def _check_is_map(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+def _check_is_map(data: KeyTree, parts: list[str]) -> KeyTree:
     """``data``, if the way to ``parts`` leads only through sections."""
     here: Any = data
     for depth, part in enumerate(parts[:-1]):
@@ -343,47 +343,38 @@ def load_config(
     if not parts:
         raise ConfigError("--config", "no configuration file given", "--config examples/math/embedded.yaml")
     sources = [_source(part) for part in parts]
-    merged: dict[str, Any] = {}
-    for source in sources:
-        merged = merge_maps(merged, source.data, source.label)
+    merged = KeyTree({}, {})
+    for _, data in sources:
+        merged = merge_maps(merged, data)
     for override in overrides:
-        merged, source = apply_override(merged, override)
-        sources.append(source)
+        merged = apply_override(merged, override)
     for section, keys in (given or {}).items():
-        merged = _with_given(merged, section, keys)
-    _resolve_paths(merged, sources)
+        _add_given(merged, section, keys)
+    _resolve_paths(merged)
     try:
         return models.Config.model_validate(merged)
     except ValidationError as error:
-        errors = to_config_errors(error, merged, sources)
+        errors = to_config_errors(error, merged, [label for label, _ in sources])
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
 
 
-def _with_given(data: dict[str, Any], section: str, keys: Mapping[str, str]) -> dict[str, Any]:
-    """``data`` with ``keys`` below those of the section, unless this is of another kind that has keys of its own."""
+def _add_given(data: KeyTree, section: str, keys: Mapping[str, str]) -> None:
+    """Add ``keys`` below those of the section, unless this is of another kind that has keys of its own."""
     match data.get("adapters"):
-        case [dict() as adapter] if isinstance(old := adapter.get(section, {}), dict):
+        case [KeyTree() as adapter] if isinstance(old := adapter.get(section, KeyTree({}, {})), KeyTree):
             if old.get("kind", keys["kind"]) in (keys["kind"], *BUILT_IN):
-                return data | {"adapters": [adapter | {section: {**keys, **old, "kind": keys["kind"]}}]}
-    return data
+                adapter[section] = KeyTree({**keys, **old, "kind": keys["kind"]}, old.origins)
 
 
-def _source(part: Path | str | Mapping[str, Any]) -> Source:
+def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, KeyTree]:
+    """The label and the content of one part."""
     if isinstance(part, Mapping):
-        return Source(label=GIVEN, data=_plain(part), lines={}, folder=Path.cwd())
-    return read_source(configuration_file(Path(part)))
+        return GIVEN, tracked(part, Origin(GIVEN, Path.cwd()))
+    path = configuration_file(Path(part))
+    return str(path), read_source(path)
 
 
-def _plain(value: Any) -> Any:
-    """A copy with dicts, lists and text for paths, as YAML has them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, PurePath) else value
-
-
-def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
+def _resolve_paths(data: KeyTree) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
     keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
@@ -400,8 +391,8 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
         if not isinstance(value, str) or (spot[-1] in _NAMED and ".py:" not in value):
             continue
         holder[spot[-1]] = value = os.path.expanduser(value)
-        source = origin_of(spot, data, sources)
-        folders = [Path.cwd()] if source is None else [source.folder, Path.cwd()]
+        origin = origin_of(spot, data)
+        folders = [Path.cwd()] if origin is None else [origin.folder, Path.cwd()]
         place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")  # file.py:name
         found = next((folder / place for folder in folders if (folder / place).exists()), None)
         if found is not None and not Path(value).is_absolute():

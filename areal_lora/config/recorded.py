@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from areal_lora.config.load import Source, to_config_errors
+from areal_lora.config.load import Origin, to_config_errors, tracked
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import DesiredAdapter, RunFolder, read_desired, write_file
@@ -74,8 +75,8 @@ def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
     try:
         [adapter] = Config.model_validate(data).adapters
     except ValidationError as error:
-        source = Source(label=f"the settings of {desired.key}", data=data, lines={}, folder=Path.cwd())
-        raise own_path(to_config_errors(error, data, [source])[0]) from None
+        label = f"the settings of {desired.key}"
+        raise own_path(to_config_errors(error, tracked(data, Origin(label, Path.cwd())), [label])[0]) from None
     return adapter
 
 
@@ -296,7 +297,7 @@ def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, sourc
 
 def changes(before: Config, now: Config) -> list[str]:
     """``rollout.servers 1 -> 2`` for every key that differs, in the order of the configuration."""
-    return [f"{path} {was} -> {value}" for path, was, value in _pairs("", _tree(before), _tree(now)) if was != value]
+    return [f"{path} {was} -> {value}" for path, was, value in differences(_tree(before), _tree(now))]
 
 
 def _tree(config: Config) -> dict[str, Any]:
@@ -304,11 +305,15 @@ def _tree(config: Config) -> dict[str, Any]:
     return tree | {"adapters": {adapter["name"]: adapter for adapter in tree["adapters"]}}
 
 
-def _pairs(path: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """``(dotted key, value, value)`` of what differs; None where a configuration has no such key."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
-            yield from _pairs(f"{path}.{key}" if path else key, before.get(key), now.get(key))
-    else:
+            yield from differences(before.get(key), now.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(before, list) and isinstance(now, list):
+        for index, pair in enumerate(zip_longest(before, now)):
+            yield from differences(*pair, f"{path}.{index}")
+    elif before != now:
         yield path, before, now
 
 
@@ -324,6 +329,6 @@ def _differs(why: str, path: str, before: Any, now: Any, source: str = "the run 
     if before == now:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
-        path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
+        path, before, now = next(differences(before, now, path))
     reason = f"it is {now}, but {source} with {before}, and {why}"
     return ConfigError(path, reason, f"set it back to {before}, choose another run.name, or start over with --fresh")

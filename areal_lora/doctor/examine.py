@@ -9,7 +9,6 @@ The model is the shipped tiny one; devices, data types and interpreters are thos
 answers like the base, or unlike the trainer, the environment would train on answers of another policy.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -31,16 +30,16 @@ from areal_lora.config.recorded import probe_tolerance, read_config, write_confi
 from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.doctor import probes
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
-from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
+from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import MODULES, SERVER, TRAINER, ProcessSpec, make_plan
 from areal_lora.launcher.restarts import last_lines
 from areal_lora.launcher.slurm.job_query import hosts as expanded
 from areal_lora.launcher.supervise import Supervisor
-from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import VISIBLE, collector_paused
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
+from areal_lora.run_folder.status import run_role
 
 NODE_S, BANDWIDTH_S = 60.0, 90.0
 STATES_OF_A_CHECKPOINT = 3  # weights and two moments
@@ -158,8 +157,6 @@ RANK, NAME = 4, "canary"
 B_SCALE = 0.05
 SERVER_S = 120.0
 
-log = get_logger("areal_lora.doctor.examine")  # __name__ is __main__ in the trainer
-
 
 def canary_config(root: Path, like: Config | None = None) -> Config:
     """One trainer rank and one server with the tiny model, with devices and interpreters ``like`` those of a run.
@@ -251,20 +248,6 @@ def _last_error(log: Path, code: int | None) -> str:
     return f"{how}; {(errors or lines or ['no output'])[-1][:600]}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.doctor.examine", description="The trainer of the adapter canary.")
-    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    folder: RunFolder = parser.parse_args(argv).run_folder
-    setup_logging("trainer", 0)
-    try:
-        with collector_paused():
-            print(json.dumps(publish_perturbed(folder)), flush=True)
-    except ArealLoraError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return error.exit_code
-    return ExitCode.DONE
-
-
 def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     """Publish an adapter whose every matrix is random; return how its log-probabilities compare."""
     import torch
@@ -320,7 +303,8 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
 
 
 if __name__ == "__main__":
-    code = main()
+    with collector_paused():
+        code = run_role(TRAINER, lambda folder: print(json.dumps(publish_perturbed(folder)), flush=True))
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -214,18 +214,15 @@ class Restarts:
             unit.launches += 1
             if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
                 return self._abandon(unit, replace(ended, lost=unit.has_worked))
-            unit.due = now + LAUNCH_AGAIN_S
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)
+            return self._again(unit, ended, now, LAUNCH_AGAIN_S)
         unit.launches = 0
         if ended.planned:
-            unit.due = now
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=0.0)
+            return self._again(unit, ended, now, 0.0)
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1
-            unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS)
-            return RestartVerdict(ended=ended, ends_run=False, wait_s=unit.due - now)
+            return self._again(unit, ended, now, BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS))
         if not observes and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
             # A process that failed before its first heartbeat is likely to fail again.
             return RestartVerdict(ended=ended, ends_run=True)
@@ -235,8 +232,10 @@ class Restarts:
         unit.times += not temporary
         growths = max(0, unit.times - 1)
         wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if observes else growths)
+        return self._again(unit, ended, now, wait_s, 0 if temporary else unit.times)
+
+    def _again(self, unit: _Unit, ended: ProcessExit, now: float, wait_s: float, times: int = 0) -> RestartVerdict:
         unit.due = now + wait_s
-        times = 0 if temporary else unit.times
         return RestartVerdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
@@ -253,15 +252,17 @@ class Restarts:
         return RestartVerdict(ended=ended, ends_run=role not in OBSERVERS and (role != SERVER or not enough))
 
 
-WRITE_S, SETTLE_S = 3.0, 0.3
+WRITE_S = 3.0
+"""For processes to write their stacks; one that is stopped never does."""
 
 
-def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -> Path:
-    """Gather in ``stacks/stall-N.txt`` the stacks that ``request`` has so many processes write; returns that file."""
+def write_stall(run_folder: RunFolder, request: Callable[[], None], stuck: str) -> Path:
+    """Gather in ``stacks/stall-N.txt`` the stacks that ``request`` has processes write; returns that file."""
     folder = run_folder.stacks
     folder.mkdir(exist_ok=True)
-    before = _sizes(folder)
-    _wait_for(folder, before, request())
+    before = {path: path.stat().st_size for path in folder.glob("*.txt")}
+    request()
+    time.sleep(WRITE_S)
     parts = [f"{stuck}; {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"]
     statuses = read_statuses(run_folder)
     for name in sorted(statuses.keys() | {path.stem for path in before}):
@@ -272,24 +273,6 @@ def write_stall(run_folder: RunFolder, request: Callable[[], int], stuck: str) -
     target = next(path for n in count(1) if not (path := folder / f"stall-{n}.txt").exists())
     target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return target
-
-
-def _sizes(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_size for path in folder.glob("*.txt") if not path.stem.startswith("stall-")}
-
-
-def _wait_for(folder: Path, before: dict[Path, int], requested: int) -> None:
-    """Until ``requested`` files have grown and grow no more; a process that is stopped never answers."""
-    deadline = time.monotonic() + WRITE_S
-    sizes, changed_at = before, time.monotonic()
-    while (now := time.monotonic()) < deadline:
-        latest = _sizes(folder)
-        if latest != sizes:
-            sizes, changed_at = latest, now
-        grown = sum(size > before.get(path, 0) for path, size in sizes.items())
-        if grown >= requested and now - changed_at > SETTLE_S:
-            return
-        time.sleep(0.05)
 
 
 LONGEST_LOOK_S = 5.0

@@ -14,7 +14,6 @@ session. ``spares/job-<id>`` and ``spares/local-<host>-<pid>`` name a Slurm job,
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -174,12 +173,10 @@ class _Session:
         ended, silent = supervisor.poll(), self._pulse.silent(now)
         for spec in [spec for spec in supervisor.running() if spec.name in silent]:
             ended += supervisor.end([spec], why=f"sent no heartbeat for {silent[spec.name]:.0f} s")
-        supervisor.clear(ended)
         for e in ended:
             code = self._decide(e, now) or code
         for specs in self._restarts.due(now):
             supervisor.start(specs)
-        supervisor.look_after()
         return code
 
     def _decide(self, ended: ProcessExit, now: float) -> int:
@@ -259,7 +256,7 @@ def remove_servers(run_folder: RunFolder, *, job: str = "", console: Console) ->
         elif start.is_over():
             path.unlink(missing_ok=True)
             continue
-        elif start.host == socket.gethostname():
+        elif start.here:
             os.kill(start.pid, signal.SIGTERM)
             text = f"process {start.pid}: stopping"
             stopped += 1

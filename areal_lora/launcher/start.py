@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
-import psutil
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import AdapterConfig, Config
@@ -78,46 +77,40 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             started=_started(os.getpid()) or 0,
         )
 
+    @property
+    def here(self) -> bool:
+        """Whether this process may signal it by its number."""
+        me = Owner.me()
+        return (self.host, self.boot, self.namespace) == (me.host, me.boot, me.namespace)
+
     def is_over(self) -> bool:
         """True only where that is certain, as seen from this process."""
-        here = Owner.me()
-        if self.host != here.host or (self.boot == here.boot and self.namespace != here.namespace):
-            return False
-        return self.boot != here.boot or _started(self.pid) != self.started
+        me = Owner.me()
+        return (self.host == me.host and self.boot != me.boot) or (self.here and _started(self.pid) != self.started)
 
 
 def _started(pid: int) -> int | None:
-    """When ``pid`` started, in clock ticks since the boot; None where there is no such process."""
+    """When ``pid`` started, in clock ticks since the boot; None where there is no such process, or it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # Its second field is a name in parentheses that may hold anything; this is the 22nd.
-    return int(stat.rpartition(")")[2].split()[19])
+    # Its second field is a name in parentheses that may hold anything; the start is the 22nd.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else int(fields[18])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The launcher that holds a run folder. ``pid`` is a process of this machine if ``here``."""
-
-    pid: int
-    host: str
-    here: bool
-
-
-def holder(folder: RunFolder) -> Holder | None:
+def holder(folder: RunFolder) -> Owner | None:
     """The launcher of this machine that holds ``folder``, or the one that its mark names; None where none is known.
 
     Takes no lock, which a launcher that starts would meet.
     """
     with contextlib.suppress(FileNotFoundError):
         for pid in lock_holders(LOCKS.read_text(encoding="ascii"), folder.lock.stat().st_ino):
-            if pid > 0 and psutil.pid_exists(pid):
-                return Holder(pid=pid, host=socket.gethostname(), here=True)
+            if pid > 0 and (started := _started(pid)) is not None:
+                return msgspec.structs.replace(Owner.me(), pid=pid, started=started)
     owner = Owner.of(folder.owner)
-    if owner is None or owner.is_over():
-        return None
-    return Holder(pid=owner.pid, host=owner.host, here=owner.host == socket.gethostname())
+    return None if owner is None or owner.is_over() else owner
 
 
 def lock_holders(locks: str, inode: int) -> list[int]:
@@ -147,23 +140,17 @@ def run_lock(folder: RunFolder) -> Iterator[None]:
 
 def _mark(folder: RunFolder, held: contextlib.ExitStack) -> None:
     """Name this process as the owner until ``held`` closes. Raises ConfigError where another one may be alive."""
-    other, holder = Owner.of(folder.owner), ""
-    if other is None and folder.owner.exists():
-        holder = "according to a mark that cannot be read"
-    elif other is not None and not other.is_over():
-        holder = f"started by process {other.pid} on {other.host}"
-    elif other is not None:
+    other = Owner.of(folder.owner)
+    if other is not None and other.is_over():
         folder.owner.unlink()
     try:
-        if not holder:
-            with folder.owner.open("xb") as file:
-                held.callback(folder.owner.unlink, missing_ok=True)
-                file.write(msgspec.json.encode(Owner.me()))
+        with folder.owner.open("xb") as file:
+            held.callback(folder.owner.unlink, missing_ok=True)
+            file.write(msgspec.json.encode(Owner.me()))
     except FileExistsError:
-        holder = "started a moment ago"
-    if holder:
+        by = f"started by process {other.pid} on {other.host}" if other else "according to a mark that cannot be read"
         fix = f"{WAIT}, or remove {folder.owner} if that process is over"
-        raise ConfigError("run.name", f"a run in {folder} is still going, {holder}", fix)
+        raise ConfigError("run.name", f"a run in {folder} is still going, {by}", fix) from None
 
 
 def _one_at_a_time(path: Path) -> socket.socket:

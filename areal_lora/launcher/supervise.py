@@ -101,11 +101,11 @@ class Supervisor:
                     f"{spec.name} is still there {KERNEL_S:g} s after SIGKILL: process {process.pid} is stuck in the "
                     "kernel (fix: see to the device or file system that it waits for, then start the run again)"
                 ) from None
-        ended = [e for e in self.poll(specs) if e.spec in specs]
-        return [replace(e, why=why) if e.pid in alive else e for e in ended]
+        return [replace(e, why=why) if e.pid in alive else e for e in self.poll(specs)]
 
     def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
-        """Processes (of ``only``) that ended since the last call, in starting order."""
+        """Processes (of ``only``) that ended since the last call, in starting order; what they left is killed."""
+        self.look_after()
         ended, running = [], []
         for spec, process in self._running:
             code = process.poll() if only is None or spec in only else None
@@ -114,6 +114,8 @@ class Supervisor:
             else:
                 ended.append(ProcessExit(spec=spec, pid=process.pid, code=code, log=self._logs / f"{spec.name}.log"))
         self._running = running
+        if ended:
+            kill_sessions({e.pid for e in ended})
         return ended
 
     def look_after(self, looks: int = SHARED_LOOKS) -> None:
@@ -130,12 +132,9 @@ class Supervisor:
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
 
-    def clear(self, ended: Collection[ProcessExit]) -> None:
-        """Kill what processes that are over have left in their sessions."""
-        kill_sessions({e.pid for e in ended})
-
-    def ask_stacks(self) -> int:
-        return sum(stacks.request(process.pid) for process in self._descendants())
+    def ask_stacks(self) -> None:
+        for process in self._descendants():
+            stacks.request(process.pid)
 
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]

@@ -52,21 +52,15 @@ class Processes(Protocol):
         """Start ``specs`` in order. Raises EnvironmentError_ where that is impossible."""
 
     def poll(self) -> list[ProcessExit]:
-        """Processes that ended since the last call, in starting order."""
+        """Processes that ended since the last call, in starting order; what they left is killed. Called often."""
 
     def end(self, specs: Collection[roles.ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         """Wait up to ``grace_s`` for ``specs``, then kill them and what they started; those that ran get ``why``."""
 
-    def clear(self, ended: Collection[ProcessExit]) -> None:
-        """Kill what processes that are over have left."""
-
     def running(self) -> list[roles.ProcessSpec]: ...
 
-    def ask_stacks(self) -> int:
-        """Request the stacks of every process (``processes.stacks``); returns how many will write them."""
-
-    def look_after(self) -> None:
-        """Called often."""
+    def ask_stacks(self) -> None:
+        """Request the stacks of every process (``processes.stacks``)."""
 
 
 class Watch:
@@ -110,7 +104,6 @@ class Watch:
                     # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
                     forget_endpoint(self._folder, spec.role, spec.index)
                 self._processes.start(specs)
-            self._processes.look_after()
             if now >= self._next_tick:
                 self._view.tick()
                 self._halving.look()
@@ -143,7 +136,6 @@ class Watch:
         for e in ended:
             units[restarts.unit_of(e.spec)].append(e)
         for members in units.values():
-            self._processes.clear(members)
             members += self._processes.end(self._restarts.members(members[0].spec), PEER_GRACE_S, "was ended")
             blamed = restarts.to_blame([e for e in members if not e.why]) or members[0]
             verdict = self._decide(blamed, now)
@@ -153,12 +145,15 @@ class Watch:
 
     def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
-        silent = self._pulse.silent(now)
-        for spec in [spec for spec in self._processes.running() if spec.name in silent]:
-            how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
-            path = restarts.write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
-            waits = "; ".join(f"{process}: {text}" for process, text in read_statuses(self._folder).items())
-            self._view.note(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits}")
+        silent, running = self._pulse.silent(now), self._processes.running()
+        stuck = [(spec, f"sent no heartbeat for {silent[spec.name]:.0f} s") for spec in running if spec.name in silent]
+        if not stuck:
+            return None
+        which = "; ".join(f"{spec.name} {how}" for spec, how in stuck)
+        path = restarts.write_stall(self._folder, self._processes.ask_stacks, which)
+        waits = "; ".join(f"{process}: {text}" for process, text in read_statuses(self._folder).items())
+        self._view.note(f"{which}; the stacks of all processes are in {path}; {waits}")
+        for spec, how in stuck:
             write_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=str(path)))
             members = self._processes.end(self._restarts.members(spec), why=how)
             verdict = self._decide(next(e for e in members if e.spec == spec), now)
@@ -212,14 +207,14 @@ class RestartRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     at_once: int
 
 
-class RestartProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RestartProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Servers by name: ``now`` with what each waits for, ``failed`` with the reason."""
 
     id: str
     waiting: list[str]
-    now: dict[str, str]
-    done: list[str]
-    failed: dict[str, str]
+    now: dict[str, str] = {}
+    done: list[str] = []
+    failed: dict[str, str] = {}
 
     @property
     def ended(self) -> bool:
@@ -257,48 +252,40 @@ class _Turn:
     was: tuple[int, int] | None
     joins: int
     alive: float
-    what: str
 
 
 class Turns:
-    """Which server restarts when. Pure: time and facts are passed in."""
+    """Which server restarts when, and the ``progress`` of that. Pure: time and facts are passed in."""
 
-    def __init__(self, order: Sequence[str], at_once: int) -> None:
-        self._waiting, self._at_once = list(order), at_once
-        self._now: dict[str, _Turn] = {}
-        self._done: list[str] = []
-        self._failed: dict[str, str] = {}
+    def __init__(self, request: str, order: Sequence[str], at_once: int) -> None:
+        self.progress, self._at_once = RestartProgress(id=request, waiting=list(order)), at_once
+        self._turns: dict[str, _Turn] = {}
 
     def step(self, seen: ServersSeen, now: float) -> list[str]:
         """Settle the turns that are over; returns the servers that are to leave and have not left."""
-        for name, turn in list(self._now.items()):
+        progress = self.progress
+        for name, turn in list(self._turns.items()):
             published = seen.published.get(name)
             if published is not None or name in seen.loading:
                 turn.alive = now
             if published not in (None, turn.was) and seen.joins.get(name, 0) > turn.joins:
-                self._done.append(name)
+                progress.done.append(name)
             elif name in seen.abandoned:
-                self._failed[name] = "it left, and its launcher does not restart it"
+                progress.failed[name] = "it left, and its launcher does not restart it"
             elif now - turn.alive > BACK_S:
-                self._failed[name] = f"it has neither loaded nor served for {BACK_S:g} s"
+                progress.failed[name] = f"it has neither loaded nor served for {BACK_S:g} s"
             else:
-                turn.what = "leaves in order" if published else "loads" if name in seen.loading else "starts"
-                if published not in (None, turn.was):
-                    turn.what = "joins with the next publish"
+                away = "loads" if name in seen.loading else "starts"
+                back = "leaves in order" if published == turn.was else "joins with the next publish"
+                progress.now[name] = back if published else away
                 continue
-            del self._now[name]
-        due = self._waiting[: max(0, self._at_once - len(self._now))]
-        del self._waiting[: len(due)]
-        for name in due:
+            del self._turns[name], progress.now[name]
+        for name in progress.waiting[: max(0, self._at_once - len(self._turns))]:
             was = seen.published.get(name)
-            self._now[name] = _Turn(was, seen.joins.get(name, 0), now, "leaves in order" if was else "starts")
-        return [name for name, turn in self._now.items() if turn.was and seen.published.get(name) == turn.was]
-
-    def progress(self, request: str) -> RestartProgress:
-        now = {name: turn.what for name, turn in self._now.items()}
-        return RestartProgress(
-            id=request, waiting=list(self._waiting), now=now, done=list(self._done), failed=dict(self._failed)
-        )
+            self._turns[name] = _Turn(was, seen.joins.get(name, 0), now)
+            progress.now[name] = "leaves in order" if was else "starts"
+            progress.waiting.remove(name)
+        return [name for name, turn in self._turns.items() if turn.was and seen.published.get(name) == turn.was]
 
 
 class RollingRestart:
@@ -308,8 +295,7 @@ class RollingRestart:
         self._folder, self._view, self._min_servers = run_folder, view, config.cluster.min_servers
         self._loading = LoadingServers(run_folder)
         self._turns: Turns | None = None
-        self._progress: RestartProgress | None = None
-        self._id = self._problem = ""
+        self._written, self._problem = b"", ""
 
     def look(self, now: float) -> None:
         """Take one step; without a request that is one failed opening of a file. A problem is printed once in a row."""
@@ -328,27 +314,27 @@ class RollingRestart:
             # Those elsewhere, of which the gateway states the workers, are restarted there.
             order = [f"{SERVER}-{i}" for i, e in sorted(endpoints.items()) if e is not None and e.workers is None]
             at_once = away_at_once(len(order), request.at_once, self._min_servers)
-            self._turns, self._id = Turns(order, at_once), request.id
+            self._turns = Turns(request.id, order, at_once)
             self._view.note(f"{len(order)} servers restart in turn, {at_once} at once")
         if self._turns is None:
             return
-        for name in self._turns.step(self._seen(), now):
+        for name in self._turns.step(self._seen(self._turns.progress), now):
             endpoint = read_endpoint(self._folder, SERVER, int(name.rpartition("-")[2]))
             if endpoint is not None and not (leave := self._folder.leaves / name).exists():
                 write_file(leave, f"{endpoint.pid}\n")
-        if (after := self._turns.progress(self._id)) == self._progress:
+        progress = self._turns.progress
+        if (content := msgspec.json.encode(progress)) == self._written:
             return
-        self._progress = after
-        write_file(self._folder.restart_progress, msgspec.json.encode(after))
+        write_file(self._folder.restart_progress, content)
+        self._written = content
         self._folder.restart_request.unlink(missing_ok=True)
-        if after.ended:
-            self._view.note(str(after))
+        if progress.ended:
+            self._view.note(str(progress))
             self._turns = None
 
-    def _seen(self) -> ServersSeen:
+    def _seen(self, progress: RestartProgress) -> ServersSeen:
         published = {f"{SERVER}-{i}": file for i, file in published_files(self._folder, SERVER).items()}
-        away = self._progress.now if self._progress is not None else ()
-        abandoned = [name for name in away if self._folder.excluded(name).exists()]
+        abandoned = [name for name in progress.now if self._folder.excluded(name).exists()]
         joins = {name: self._view.view.joins[name] + self._view.view.resumes for name in published}
         return ServersSeen(published=published, joins=joins, loading=self._loading.names(), abandoned=abandoned)
 

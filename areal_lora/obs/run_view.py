@@ -81,8 +81,6 @@ class AdapterView:
             case records.AdapterStateRecord(steps=steps):
                 self._recorded = record
                 self.total = self.total if steps is None else steps
-            case records.EvalRecord():
-                pass
 
     def new_problems(self) -> list[str]:
         """Call after each step: warnings, another behaviour correction, and faults of rollouts.
@@ -182,8 +180,6 @@ class RunView:
                 self.excluded = {name: why for name, why in self.excluded.items() if name not in record.joined}
             case records.CheckpointRecord(failed=True, version=version):
                 found = [f"checkpoint v{version} was not written: see the trainer's log, and the room on the disk"]
-            case records.CheckpointRecord():
-                pass
             case records.ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)
                 self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)

@@ -17,7 +17,7 @@ GAP, KL = "mismatch/", "mismatch_kl/"
 RECENT = 64  # measurements of which `bill` takes the mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MismatchCause:
     """``fix`` removes its part."""
 
@@ -26,23 +26,18 @@ class MismatchCause:
 
 
 CAUSES: Mapping[str, MismatchCause] = {
-    "flips": MismatchCause(
-        meaning="experts of the trainer's own choice", fix="removed by behaviour.router_replay=rollout"
-    ),
-    "truncation": MismatchCause(meaning="mass of the kept ids", fix="raise sampling.top_k, sampling.top_p"),
-    "record": MismatchCause(meaning="another adapter or policy sampled than recorded", fix="see train/audit_gap"),
-    "staleness": MismatchCause(meaning="versions since the sampling", fix="lower rollout.max_staleness"),
+    "flips": MismatchCause("experts of the trainer's own choice", "removed by behaviour.router_replay=rollout"),
+    "truncation": MismatchCause("mass of the kept ids", "raise sampling.top_k, sampling.top_p"),
+    "record": MismatchCause("another adapter or policy sampled than recorded", "see train/audit_gap"),
+    "staleness": MismatchCause("versions since the sampling", "lower rollout.max_staleness"),
     "adapter": MismatchCause(
-        meaning="servers compute the adapter otherwise",
-        fix="lower weight_sync.probe_tolerance to stop at such a publish",
+        "servers compute the adapter otherwise", "lower weight_sync.probe_tolerance to stop at such a publish"
     ),
     "weights": MismatchCause(
-        meaning="servers round or merge the weights",
-        fix="leave out rollout.engine_args.quantization, set rollout.adapter_mode=unmerged",
+        "servers round or merge the weights",
+        "leave out rollout.engine_args.quantization, set rollout.adapter_mode=unmerged",
     ),
-    "numerics": MismatchCause(
-        meaning="kernels, rounding, routing", fix="model.dtype=float32, behaviour.router_replay=rollout"
-    ),
+    "numerics": MismatchCause("kernels, rounding, routing", "model.dtype=float32, behaviour.router_replay=rollout"),
 }
 """In the order in which they are removed. ``adapter`` and ``weights`` are part of ``numerics`` unless measured."""
 

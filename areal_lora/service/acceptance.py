@@ -307,7 +307,7 @@ class FolderInbox:
             if mark[2] > MAX_BYTES:
                 reason = f"it is longer than {MAX_BYTES} bytes"
                 raise RequestError(path.name, reason, "an adapter's section is short", status=413)
-            section = read_source(path).data
+            section = read_source(path)
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")
         except Unavailable as unavailable:

@@ -68,6 +68,7 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
             self._start(unit, tuple(members))
 
     def poll(self) -> list[ProcessExit]:
+        """Slurm and the tasks' scripts kill and remove what the tasks leave."""
         over = [step for step in self._steps if step.srun.poll() is not None]
         self._steps = [step for step in self._steps if step not in over]
         until = time.monotonic() + RECORD_S  # of all: 500 servers that are killed leave no codes
@@ -83,34 +84,25 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         ended = [e for step in mine for e in self._ended(step, until)]
         return [replace(e, why=why) if e.spec.name in alive and not e.lost else e for e in ended]
 
-    def clear(self, ended: Collection[ProcessExit]) -> None:
-        """Slurm kills what the tasks of a step leave."""
-
     def running(self) -> list[ProcessSpec]:
         return [spec for step in self._steps for spec in step.specs]
 
-    def look_after(self) -> None:
-        """Nothing: a node's shared memory is out of reach."""
-
-    def ask_stacks(self) -> int:
+    def ask_stacks(self) -> None:
         """One task on each node; a component of a heterogeneous job has an srun of its own."""
         pools: dict[int, set[str]] = {}
         for spec in self.running():
             pools.setdefault(self._plan.pool_of(spec.node), set()).add(self._job.hosts[spec.node])
-        return sum(self._ask(pool, hosts - job_query.lost_nodes(hosts)) for pool, hosts in pools.items())
+        for pool, hosts in pools.items():
+            if there := sorted(hosts - job_query.lost_nodes(hosts)):
+                self._ask(pool, there)
 
-    def _ask(self, pool: int, hosts: Collection[str]) -> int:
-        if not hosts:
-            return 0
+    def _ask(self, pool: int, hosts: Sequence[str]) -> None:
         het = [f"--het-group={pool}"] if len(self._plan.pools) > 1 else []
-        nodes = [f"--nodelist={','.join(sorted(hosts))}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
+        nodes = [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
         command = ["srun", "--overlap", *het, *nodes, "--ntasks-per-node=1", "--job-name=stacks"]
         command += [sys.executable, "-m", request_stacks.__name__]
-        null, env = subprocess.DEVNULL, _environment()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, env=env, stdin=null, capture_output=True, text=True, timeout=ASK_S)
-            return sum(int(word) for word in done.stdout.split() if word.isdecimal())
-        return 0
+            subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S)
 
     def stop(self) -> None:
         """Have every process end, wait up to `STOP_GRACE_S`, then kill the remaining ones."""

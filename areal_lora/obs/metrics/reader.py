@@ -132,12 +132,8 @@ def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[reco
     path = run_folder.metrics
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        start = max(0, path.stat().st_size - nbytes)
-        file.seek(max(0, start - 1))
-        if start:
-            file.readline()  # cut, or the end of the line before
-        lines = [line for line in file if line.endswith(b"\n")]
+    start = max(0, path.stat().st_size - nbytes - 1)
+    lines = [*whole_lines(path, at=start)][start > 0 :]  # the first one is cut, or the end of the line before
     return [_decode(_RECORD, line, path, number) for number, line in enumerate(lines, 1)]
 
 

@@ -8,9 +8,9 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -30,22 +30,40 @@ class Line(msgspec.Struct, frozen=True):
     y: list[float]
 
 
-class ChartData(msgspec.Struct, frozen=True, kw_only=True):
-    """One chart. ``x`` names its axis: `STEP`, `VERSION` or `MINUTES`.
+class Chart(msgspec.Struct, frozen=True):
+    """A chart, with a line for each tag of TensorBoard that a pattern among ``tags`` matches (`fnmatchcase`).
 
-    ``unit``: y is 0 to 1. ``log``: y is logarithmic. ``smooth``: the moving mean is drawn over the points. ``dots``:
-    every point is marked. ``marks`` are the x at which the run resumed.
+    ``unit``: y is 0 to 1; of a row of `CHARTS` only if all values are, so that charts of runs are comparable.
+    ``log``: y is logarithmic. ``smooth``: the moving mean is drawn over the points. ``dots``: every point is marked.
+    ``x`` names its axis: `STEP`, `VERSION` or `MINUTES`. ``marks`` are the x at which the run resumed.
     """
 
     title: str
     note: str
-    x: str
-    lines: list[Line]
+    tags: str = ""
     unit: bool = False
     log: bool = False
     smooth: bool = False
+    x: str = STEP
+    lines: list[Line] = []
     dots: bool = False
     marks: list[float] = []
+
+    def drawn(self, curves: "Mapping[str, Curve]", marks: Sequence[float]) -> Self:
+        """The chart with these lines by name."""
+        lines = [curve.line(name) for name, curve in curves.items()]
+        return msgspec.structs.replace(
+            self,
+            x=VERSION if self.of_versions else STEP,
+            lines=lines,
+            unit=self.unit and all(0 <= y <= 1 for line in lines for y in line.y),
+            dots=self.tags.startswith("eval/"),
+            marks=list(marks),
+        )
+
+    @property
+    def of_versions(self) -> bool:
+        return self.tags.startswith(("publish/", "checkpoint/"))
 
 
 class ClockData(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,39 +104,6 @@ class Curve:
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A line for each tag of TensorBoard that a pattern among ``tags`` matches (`fnmatchcase`).
-
-    ``unit``: the y axis is 0 to 1 if all values are, so that charts of runs are comparable.
-    """
-
-    title: str
-    note: str
-    tags: str
-    unit: bool = False
-    log: bool = False
-    smooth: bool = False
-
-    def data(self, curves: Mapping[str, Curve], marks: Sequence[float]) -> ChartData:
-        lines = [curve.line(name) for name, curve in curves.items()]
-        return ChartData(
-            title=self.title,
-            note=self.note,
-            x=VERSION if self.of_versions else STEP,
-            lines=lines,
-            unit=self.unit and _is_share(lines),
-            log=self.log,
-            smooth=self.smooth,
-            dots=self.tags.startswith("eval/"),
-            marks=list(marks),
-        )
-
-    @property
-    def of_versions(self) -> bool:
-        return self.tags.startswith(("publish/", "checkpoint/"))
 
 
 CALLS = "reward_cost/*/answers reward_cost/*/calls reward_cost/*/retries"
@@ -260,13 +245,13 @@ class Charts:
     def clock(self) -> ClockData:
         return ClockData(seconds=self._seconds.line("seconds"), tokens=self._tokens.line("tokens"))
 
-    def data(self) -> list[ChartData]:
+    def data(self) -> list[Chart]:
         """Every chart that has a line.
 
         A client's steps are without marks: versions, at which a run resumes, do not count them.
         """
         return [
-            chart.data(curves, () if self._by_client and not chart.of_versions else self._resumed)
+            chart.drawn(curves, () if self._by_client and not chart.of_versions else self._resumed)
             for chart in CHARTS
             if (curves := self._curves[chart.title])
         ]
@@ -289,20 +274,16 @@ class RunCharts:
         if (charts := self.adapters.get(only or record.adapter)) is not None:
             charts.add(record)
 
-    def together(self, compared: Sequence[str]) -> list[ChartData]:
+    def together(self, compared: Sequence[str]) -> list[Chart]:
         """What decides between ``compared`` adapters (`COMPARED`), and the shares of all over time."""
         found = [
-            chart.data({k: v for name in compared for k, v in self.adapters[name].curves(chart, name).items()}, ())
+            chart.drawn({k: v for name in compared for k, v in self.adapters[name].curves(chart, name).items()}, ())
             for chart in CHARTS
             if chart.title in COMPARED
         ]
         shares = [line for name, curve in self._shares.items() if (line := curve.line(name, 1 / 60)).x]
         title, note = "Shares of trained tokens", "of all so far"
-        found.append(ChartData(title=title, note=note, x=MINUTES, lines=shares, unit=True))
+        found.append(Chart(title, note, x=MINUTES, lines=shares, unit=True))
         # Rates that are compared are decades apart.
         found = [msgspec.structs.replace(c, log=c.title == "Learning rate") for c in found]
         return [chart for chart in found if chart.lines]
-
-
-def _is_share(lines: Sequence[Line]) -> bool:
-    return all(0 <= y <= 1 for line in lines for y in line.y)

@@ -20,7 +20,7 @@ from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, 
 from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, StepRecord
-from areal_lora.obs.report.charts import ChartData, ClockData, RunCharts
+from areal_lora.obs.report.charts import Chart, ClockData, RunCharts
 from areal_lora.obs.report.inspector import RolloutIndex, RolloutOverview
 from areal_lora.obs.report.summary import Figures, RunFigures
 from areal_lora.obs.report.version_answers import answers_section
@@ -38,7 +38,7 @@ class ChartSection(msgspec.Struct, frozen=True, kw_only=True):
     """Charts below the element ``id`` of the page; ``clocks`` by what the names of its lines start with."""
 
     id: str
-    charts: list[ChartData]
+    charts: list[Chart]
     clocks: dict[str, ClockData]
 
 

@@ -1,31 +1,19 @@
 """Several runs on one page: their figures, where their configurations differ, and their curves in the same charts."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
-from areal_lora.obs.report.charts import ChartData, Line
+from areal_lora.config.recorded import differences
+from areal_lora.obs.report.charts import Chart, Line
 from areal_lora.obs.report.inspector import RolloutOverview
 from areal_lora.obs.report.page import ChartSection, PageData, RunPage, charts, headlines, table
 
 IGNORED = ("run.name", "run.root")
 SHOWN = 120
-
-
-def differences(first: Any, second: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """``(dotted key, value, value)`` of what differs; None where a configuration has no such key."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in [*first, *(key for key in second if key not in first)]:
-            yield from differences(first.get(key), second.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(first, list) and isinstance(second, list):
-        for index, pair in enumerate(zip_longest(first, second)):
-            yield from differences(*pair, f"{path}.{index}")
-    elif first != second and path not in IGNORED:
-        yield path, first, second
 
 
 def differing_keys(configurations: Sequence[Any]) -> dict[str, list[Any]]:
@@ -34,7 +22,8 @@ def differing_keys(configurations: Sequence[Any]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for place, other in enumerate(others, 1):
         for key, ours, theirs in differences(first, other):
-            found.setdefault(key, [ours] * len(configurations))[place] = theirs
+            if key not in IGNORED:
+                found.setdefault(key, [ours] * len(configurations))[place] = theirs
     return found
 
 
@@ -76,9 +65,9 @@ def pages_of(runs: Sequence[RunPage]) -> PageData:
     return PageData(title=", ".join(names), body=body, sections=sections, rollouts=rollouts)
 
 
-def _joined(sections: Sequence[tuple[str, ChartSection]]) -> list[ChartData]:
+def _joined(sections: Sequence[tuple[str, ChartSection]]) -> list[Chart]:
     """Charts by title, with the lines of all sections; a line's name starts with its run and adapter."""
-    found: dict[tuple[str, str], list[ChartData]] = {}
+    found: dict[tuple[str, str], list[Chart]] = {}
     for name, section in sections:
         adapter, *others = section.clocks
         for chart in [] if others else section.charts:  # the charts of each of several follow

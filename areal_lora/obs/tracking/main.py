@@ -14,7 +14,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.sections.run import TrackerName
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
-from areal_lora.obs.tracking import to_mlflow, to_wandb, tracker
+from areal_lora.obs.tracking import sdks, tracker
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
@@ -40,10 +40,10 @@ class Client:
 
 
 CLIENTS: dict[str, Client] = {
-    "wandb": Client("wandb", "WANDB_PROJECT", PROJECT, to_wandb.WandbTracker),
-    "mlflow": Client("mlflow-skinny", "MLFLOW_TRACKING_URI", None, to_mlflow.MlflowTracker),
-    "trackio": Client("trackio", "TRACKIO_PROJECT", PROJECT, to_wandb.TrackioTracker),
-    "swanlab": Client("swanlab", "SWANLAB_PROJECT", PROJECT, to_wandb.SwanlabTracker),
+    "wandb": Client("wandb", "WANDB_PROJECT", PROJECT, sdks.WandbTracker),
+    "mlflow": Client("mlflow-skinny", "MLFLOW_TRACKING_URI", None, sdks.MlflowTracker),
+    "trackio": Client("trackio", "TRACKIO_PROJECT", PROJECT, sdks.TrackioTracker),
+    "swanlab": Client("swanlab", "SWANLAB_PROJECT", PROJECT, sdks.SwanlabTracker),
 }
 """By the name in ``run.trackers``, which is that of the module and of the extra, too."""
 

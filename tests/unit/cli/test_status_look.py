@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_lora.cli import status as module
@@ -16,7 +17,7 @@ from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.slurm.job_query import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
-from areal_lora.launcher.start import Holder
+from areal_lora.launcher.start import Owner
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -65,7 +66,7 @@ def test_a_long_run_is_read_from_its_end(folder: RunFolder, monkeypatch: pytest.
 
 
 def test_a_run_with_a_launcher_runs_and_has_an_eta(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "holder", lambda run: Holder(pid=12, host="here", here=True))
+    monkeypatch.setattr(module, "holder", lambda run: msgspec.structs.replace(Owner.me(), pid=12))
     monkeypatch.setattr(module, "local_processes", lambda run: {"trainer-0": 13})
     seen = look(folder, config(folder))
     assert (seen.state, seen.launcher_pid) == ("running", 12)
@@ -78,7 +79,7 @@ def test_a_run_with_a_launcher_runs_and_has_an_eta(folder: RunFolder, monkeypatc
 def test_a_watch_shows_the_run_until_its_end(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = [Holder(pid=12, host="here", here=True)] * 2
+    held = [msgspec.structs.replace(Owner.me(), pid=12)] * 2
     monkeypatch.setattr(module, "holder", lambda run: held.pop() if held else None)
     monkeypatch.setattr(module, "local_processes", lambda run: {})
     monkeypatch.setattr(module, "EVERY_S", 0.0)
@@ -147,7 +148,7 @@ def test_processes_of_a_job_are_where_their_steps_are_and_a_lost_node_is_named(
 def test_several_adapters_have_a_row_each_and_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_three(tmp_path / "x", turns=8)
     (folder.adapter_checkpoints("beta") / "v000002").mkdir(parents=True)
-    monkeypatch.setattr(module, "holder", lambda run: Holder(pid=12, host="here", here=True))
+    monkeypatch.setattr(module, "holder", lambda run: msgspec.structs.replace(Owner.me(), pid=12))
     monkeypatch.setattr(module, "local_processes", lambda run: {})
     seen = look(folder, read_config_here(folder))
     assert (seen.steps_done, seen.steps, seen.reward, seen.accuracy) == (3 + 3 + 2, 8 + 8 + 4, None, None)

@@ -160,6 +160,12 @@ def test_wrong_override_is_one_line_with_the_fix(override: str, parts: list[str]
         assert part in text
 
 
+def test_an_entry_that_is_no_section_has_no_keys_to_override(tmp_path: Path) -> None:
+    file = write(tmp_path, "o.yaml", "adapters: [3, {name: a}]\n")
+    with pytest.raises(ConfigError, match="there is no adapter '0'"):
+        load_config([file], ["adapters.0.rank=4"])
+
+
 def test_unknown_key_in_a_file_names_file_and_line(tmp_path: Path) -> None:
     overlay = write(tmp_path, "o.yaml", "rollout:\n  tp: 2\n  max_stalenes: 3\n")
     with pytest.raises(ConfigError) as caught:
@@ -207,7 +213,7 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
         ("- 1\n", "holds a list"),
         ("run: {name: a}\nrun: {name: b}\n", "given twice"),
         ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
-        ("run: &a\n  x: *a\n", "nested without end"),
+        ("run: &a\n  x: *a\n", "found unconstructable recursive node"),
         ("run: {name: 2025-02-30}\n", "not valid YAML: day is out of range for month"),
         ("run: !!timestamp soon\n", "not valid YAML"),
         pytest.param("run: " + "[" * 9000, "not valid YAML: maximum recursion depth", id="deep"),

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import adapter_conflict, changes, conflict
+from areal_lora.config.recorded import adapter_conflict, changes, conflict, differences
 from tests.support.paths import EXAMPLES
 
 
@@ -46,6 +46,11 @@ def test_may_change(change: str) -> None:
     assert changes(config(), config()) == []
     [line] = changes(config(), config(change))
     assert line.startswith(change.partition("=")[0].replace("adapters.0", "adapters.gsm8k"))
+
+
+def test_keys_that_one_configuration_lacks_are_none() -> None:
+    first, second = {"a": {"b": [1, 2]}, "c": 3}, {"a": {"b": [1, 5, 6], "d": "x"}}
+    assert list(differences(first, second)) == [("a.b.1", 2, 5), ("a.b.2", None, 6), ("a.d", None, "x"), ("c", 3, None)]
 
 
 @pytest.mark.parametrize(

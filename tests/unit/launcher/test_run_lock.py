@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.start import Owner, run_lock
+from areal_lora.launcher.start import Owner, holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.cli.command import command_starter
 from tests.support.clocks import wait_until
@@ -143,3 +143,27 @@ def test_a_mark_of_a_dead_launcher_of_this_host_is_replaced(
     with run_lock(folder):
         assert msgspec.json.decode(folder.owner.read_bytes(), type=Owner) == Owner.me()
     assert not folder.owner.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "here"),
+    [(mark(), True), (mark(namespace="pid:[1]"), False), (mark(host="elsewhere"), False)],
+    ids=["of this container", "of another container", "of another host"],
+)
+def test_only_a_launcher_of_this_container_can_be_signalled(tmp_path: Path, content: bytes, here: bool) -> None:
+    """In another one the number is that of another process."""
+    folder = RunFolder(tmp_path / "run")
+    folder.owner.write_bytes(content)
+    found = holder(folder)
+    assert found is not None
+    assert found.here == here
+
+
+def test_a_launcher_that_no_one_has_waited_for_is_over(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as dead:
+        process = Path(f"/proc/{dead.pid}/stat")
+        wait_until(lambda: process.read_text().rpartition(")")[2].split()[0] == "Z")
+        started = int(process.read_text().rpartition(")")[2].split()[19])
+        folder = RunFolder(tmp_path / "run")
+        folder.owner.write_bytes(mark(pid=dead.pid, started=started))
+        assert holder(folder) is None

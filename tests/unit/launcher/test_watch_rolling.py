@@ -64,10 +64,10 @@ def back(seen: ServersSeen, name: str, joined: bool = True) -> ServersSeen:
 
 
 def test_each_leaves_when_the_one_before_has_joined_again() -> None:
-    turns, seen, now = Turns(NAMES, 1), all_there(), 0.0
+    turns, seen, now = Turns("x", NAMES, 1), all_there(), 0.0
     for name in NAMES:
         assert turns.step(seen, now) == [name]
-        assert turns.progress("x").now == {name: "leaves in order"}
+        assert turns.progress.now == {name: "leaves in order"}
         for what, state in (
             ("leaves in order", seen),
             ("starts", without(seen, name)),
@@ -76,24 +76,24 @@ def test_each_leaves_when_the_one_before_has_joined_again() -> None:
         ):
             now += BACK_S * 0.9  # each of these may take long
             assert turns.step(state, now) == ([name] if what == "leaves in order" else [])
-            assert turns.progress("x").now == {name: what}
+            assert turns.progress.now == {name: what}
         seen = back(seen, name)
     assert turns.step(seen, now) == []
-    assert turns.progress("x") == RestartProgress(id="x", waiting=[], now={}, done=NAMES, failed={})
-    assert str(turns.progress("x")) == "4 of 4 servers restarted"
-    assert turns.progress("x").ended
+    assert turns.progress == RestartProgress(id="x", waiting=[], now={}, done=NAMES, failed={})
+    assert str(turns.progress) == "4 of 4 servers restarted"
+    assert turns.progress.ended
 
 
 def test_several_are_away_at_once_and_the_first_that_is_back_makes_room() -> None:
-    turns, seen = Turns(NAMES, 2), all_there()
+    turns, seen = Turns("x", NAMES, 2), all_there()
     assert turns.step(seen, 0.0) == NAMES[:2]
     seen = without(back(seen, NAMES[1]), NAMES[0])
     assert turns.step(seen, 1.0) == [NAMES[2]]
-    assert str(turns.progress("x")) == "1 of 4 servers restarted; server-0: starts; server-2: leaves in order"
+    assert str(turns.progress) == "1 of 4 servers restarted; server-0: starts; server-2: leaves in order"
 
 
 def test_one_that_does_not_return_is_named_and_the_others_continue() -> None:
-    turns, seen = Turns(NAMES, 1), all_there()
+    turns, seen = Turns("x", NAMES, 1), all_there()
     turns.step(seen, 0.0)
     seen = without(seen, NAMES[0])
     assert turns.step(replace(seen, abandoned=[NAMES[0]]), 1.0) == [NAMES[1]]
@@ -101,15 +101,15 @@ def test_one_that_does_not_return_is_named_and_the_others_continue() -> None:
     assert turns.step(replace(seen, loading=[NAMES[1]]), 100.0) == []
     assert turns.step(seen, 100.0 + BACK_S) == []
     assert turns.step(seen, 100.1 + BACK_S) == [NAMES[2]]
-    failed = turns.progress("x").failed
+    failed = turns.progress.failed
     assert failed[NAMES[0]] == "it left, and its launcher does not restart it"
     assert failed[NAMES[1]] == "it has neither loaded nor served for 300 s"
 
 
 def test_one_that_restarts_already_at_its_turn_need_not_leave() -> None:
-    turns, seen = Turns(NAMES[:2], 1), without(all_there(), NAMES[0])
+    turns, seen = Turns("x", NAMES[:2], 1), without(all_there(), NAMES[0])
     assert turns.step(seen, 0.0) == []
-    assert turns.progress("x").now == {NAMES[0]: "starts"}
+    assert turns.progress.now == {NAMES[0]: "starts"}
     assert turns.step(back(seen, NAMES[0]), 1.0) == [NAMES[1]]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from areal_lora.obs.metrics.records import StepRecord
-from areal_lora.obs.report.charts import MINUTES, ChartData, RunCharts
+from areal_lora.obs.report.charts import MINUTES, Chart, RunCharts
 
 
-def drawn(*steps: tuple[float, str, int]) -> list[ChartData]:
+def drawn(*steps: tuple[float, str, int]) -> list[Chart]:
     charts = RunCharts(["a", "b"])
     for time_s, name, tokens in steps:
         charts.add(StepRecord(step=0, version=0, time_s=time_s, adapter=name, staleness={0: tokens}))

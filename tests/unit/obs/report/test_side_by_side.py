@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_lora.config.recorded import write_config
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.report.page import RunPage
-from areal_lora.obs.report.side_by_side import differences, differing_keys, pages_of
+from areal_lora.obs.report.side_by_side import differing_keys, pages_of
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config, make_run
 from tests.support.obs.three_adapters import make_three
@@ -18,11 +18,6 @@ def page_of(folder: Path) -> RunPage:
     for record in iter_metrics(folder):
         page.add(record)
     return page
-
-
-def test_keys_that_one_run_lacks_are_none() -> None:
-    first, second = {"a": {"b": [1, 2]}, "c": 3}, {"a": {"b": [1, 5, 6], "d": "x"}}
-    assert list(differences(first, second)) == [("a.b.1", 2, 5), ("a.b.2", None, 6), ("a.d", None, "x"), ("c", 3, None)]
 
 
 def test_a_key_has_the_values_of_all_runs() -> None:
