@@ -16,7 +16,6 @@ from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.families.shape import read_shape
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import channel_messages as m
-from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
 from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
@@ -158,7 +157,7 @@ class ControllerLink:
         tracker.newest = max(tracker.newest, ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
-    def record_evals(self, results: Iterable[EvalResult]) -> None:
+    def record_evals(self, results: Iterable[m.EvalResult]) -> None:
         for result in results:
             tracker = self._evals[result.adapter]
             tracker.pending.discard(result.version)

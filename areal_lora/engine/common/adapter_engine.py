@@ -29,7 +29,6 @@ from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import HOST, MicroPlan
 from areal_lora.engine.base import DTYPES, AdamValues, LossFn
 from areal_lora.engine.common import adapter_memory, micro_batches as micro
-from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.adapter_optimizer import AdapterOptimizer, copy_state
 from areal_lora.engine.common.arena import Range, ShardedModel, context_groups
 from areal_lora.engine.common.compute import Compute
@@ -65,7 +64,7 @@ class Resident:
 
     spec: AdapterSpec
     sizes: PassSizes
-    memory: AdapterMemory
+    memory: adapter_memory.AdapterMemory
     optimizer: AdapterOptimizer | None
     seed: int
 
@@ -117,7 +116,7 @@ class AdapterEngine:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
         check_targets(self._sharded.shape, spec)
         check_patterns(self._sharded.shape, spec)
-        memory = AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
+        memory = adapter_memory.AdapterMemory(self._sharded, spec, self.rank, self.device, DTYPES[self._base.dtype])
         adam = AdapterOptimizer(optimizer, memory, self._model.attach(memory))
         held = set(memory.held[0])
         tensors = [t for shard in memory.layout("float32").shards for t in shard.tensors if t.name in held]
@@ -135,7 +134,7 @@ class AdapterEngine:
         if name not in self._residents:
             spec = replace(source.spec, name=name)
             dtype = source.memory.cast.dtype
-            memory = AdapterMemory(self._sharded, spec, self.rank, self.device, dtype, frozen=True)
+            memory = adapter_memory.AdapterMemory(self._sharded, spec, self.rank, self.device, dtype, frozen=True)
             self._model.attach(memory)
             self._residents[name] = replace(source, spec=spec, memory=memory, optimizer=None)
         copy = self.resident(name)

@@ -31,7 +31,6 @@ from areal_lora.data.collate import PER_SEQUENCE, MicroPlan, Tree, runs, select
 from areal_lora.engine.layers import varlen
 from areal_lora.engine.layers.active import PackedTokens, text_keys
 from areal_lora.engine.layers.context import ContextGroup
-from areal_lora.engine.layers.varlen import VarlenRuns
 from areal_lora.platforms.device import upload
 from areal_lora.types import TrainBatch
 
@@ -49,7 +48,7 @@ class Segment(NamedTuple):
 class AttentionPass:
     """Attention of the tokens ``queries`` over the tokens ``keys`` by ``runs``."""
 
-    runs: VarlenRuns
+    runs: varlen.VarlenRuns
     queries: Tensor | slice
     keys: Tensor | slice
 
@@ -87,7 +86,7 @@ class AttentionPlan:
     def own(self) -> AttentionPass:
         """Each segment over itself."""
         own = self._segments[:, 1]
-        return AttentionPass(VarlenRuns(own, own, self._device), slice(None), slice(None))
+        return AttentionPass(varlen.VarlenRuns(own, own, self._device), slice(None), slice(None))
 
     @cached_property
     def shared(self) -> AttentionPass | None:
@@ -98,7 +97,7 @@ class AttentionPlan:
         at = np.flatnonzero(np.diff(branches[:, 2], prepend=-1))  # a tree's first branch
         own = np.add.reduceat(branches[:, 1], at)
         start, length = branches[at, 2], branches[at, 3]
-        at_runs = VarlenRuns(own, length, self._device)
+        at_runs = varlen.VarlenRuns(own, length, self._device)
         if len(at) == 1:  # a tree of long answers fills a micro-batch: nothing has to be gathered
             rows = slice(int(branches[0, 0]), int(branches[0, 0] + own[0]))
             return AttentionPass(at_runs, rows, slice(int(start[0]), int(start[0] + length[0])))
@@ -113,7 +112,7 @@ class AttentionPlan:
             near = np.minimum(seen, before)  # of its own part of the sequence
             first = np.stack([shared_start + shared - (seen - near), start - near], axis=1).reshape(-1)
             keys = self._places[runs(first, np.stack([seen - near, near + own], axis=1).reshape(-1))]
-            at_runs = VarlenRuns(own, seen + own, self._device, keys)
+            at_runs = varlen.VarlenRuns(own, seen + own, self._device, keys)
             self._windows[width] = AttentionPass(at_runs, slice(None), self._upload(keys))
         return self._windows[width]
 

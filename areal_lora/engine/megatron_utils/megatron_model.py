@@ -41,7 +41,6 @@ from areal_lora.engine.layers.served_weights import MergedPart, ServedSite
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.engine.megatron_utils.exchange_sizes import with_sizes
-from areal_lora.engine.megatron_utils.modules import Packing
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL
 from areal_lora.platforms.device import collective_of, profiler_range
@@ -68,7 +67,7 @@ class ScheduleRanges:
 
 def build_model(
     model: ModelConfig, trainer: TrainerConfig, layout: ParallelLayout, hf: Mapping[str, Any], device: torch.device
-) -> tuple[nn.ModuleList, Packing]:
+) -> tuple[nn.ModuleList, modules.Packing]:
     """This rank's part of the model by virtual stage, weights not loaded, and its attention plans.
 
     Parallel state must be initialised. Raises ConfigError where the kernels of the token dispatcher are not installed.
@@ -96,7 +95,7 @@ def build_model(
         rope_scaling_factor=provider.rope_scaling_factor,
         use_cpu_initialization=True,
     )
-    packing = Packing(rotary.inv_freq.to(device), dtype)
+    packing = modules.Packing(rotary.inv_freq.to(device), dtype)
     modules.follow_tokens(module)
     return module, packing
 

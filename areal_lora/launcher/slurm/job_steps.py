@@ -23,7 +23,6 @@ from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
-from areal_lora.launcher.slurm.job_query import Allocation, write_hosts
 from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, quoted, step_options, task_script
 from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
@@ -51,7 +50,7 @@ class _Step:
 class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
     """Implements ``watch.Processes``. Use as a context manager: leaving it stops everything."""
 
-    def __init__(self, config: Config, plan: JobPlan, job: Allocation) -> None:
+    def __init__(self, config: Config, plan: JobPlan, job: job_query.Allocation) -> None:
         self._config, self._plan, self._job = config, plan, job
         self._folder = plan.run_folder
         self._steps: list[_Step] = []
@@ -119,7 +118,7 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
         script = folder / "task.sh"
         script.write_text(task_script(specs, self._config.cluster.slurm.setup, self._folder, folder), encoding="utf-8")
         hosts = [self._job.hosts[spec.node] for spec in specs]
-        hosts_file = write_hosts(folder, hosts)
+        hosts_file = job_query.write_hosts(folder, hosts)
         for spec in specs:
             note_restart(self._folder.log(spec.name), spec.name)
         # srun's pattern for the logs of the processes, whose indices count from 0 or are one.

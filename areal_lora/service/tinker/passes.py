@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field, FileDescriptorProto
 from google.protobuf.message import DecodeError
 
 from areal_lora.errors import RequestError
@@ -61,7 +61,7 @@ _SCALARS = {
 
 
 def _classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="areal_lora/tinker.proto", package=_PACKAGE, syntax="proto2")
+    file = FileDescriptorProto(name="areal_lora/tinker.proto", package=_PACKAGE, syntax="proto2")
     for name, fields in _FIELDS.items():
         message = file.message_type.add(name=name)
         for text in fields:

@@ -29,7 +29,6 @@ import msgspec
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.sandbox import seccomp
-from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 38, 24
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -63,7 +62,7 @@ class Doors(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: int = 0
     network: bool = False
     kept: str | None = None
-    processes: ProcessPolicy = ProcessPolicy.NONE
+    processes: seccomp.ProcessPolicy = seccomp.ProcessPolicy.NONE
     readable: tuple[str, ...] | None = None
 
 
@@ -82,11 +81,11 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
     missing = []
     if not _forbid_files(libc, doors):
         missing.append("Landlock (Linux 5.13; the reward can read the run folder, as the user can)")
-    if doors.processes is ProcessPolicy.MANY and _landlock(libc) < _SIGNALS_SINCE:
+    if doors.processes is seccomp.ProcessPolicy.MANY and _landlock(libc) < _SIGNALS_SINCE:
         missing.append("Landlock's scope of signals (Linux 6.12; the reward can signal other processes of the user)")
-    inherited = doors.processes is not ProcessPolicy.NONE
+    inherited = doors.processes is not seccomp.ProcessPolicy.NONE
     _drop_capabilities(libc, inherited=inherited)
-    if doors.processes is ProcessPolicy.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
+    if doors.processes is seccomp.ProcessPolicy.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
         missing.append("a user of its own (the number of processes is limited by the time of an answer alone)")
     # Landlock binds capabilities too. The interpreter may be in a folder that only its owner may enter.
     if doors.readable is not None and all(
@@ -188,7 +187,7 @@ def _forbid_files(libc: ctypes.CDLL, doors: Doors) -> bool:
     if ruleset < 0:
         return False
     try:
-        read = _READ_FILE if doors.processes is ProcessPolicy.NONE else _READ_FILE | _EXECUTE
+        read = _READ_FILE if doors.processes is seccomp.ProcessPolicy.NONE else _READ_FILE | _EXECUTE
         if doors.readable is None:
             _allow(libc, ruleset, Path("/"), _READ_DIR)
         for place in _all_but(doors.hidden) if doors.readable is None else map(Path, doors.readable):
