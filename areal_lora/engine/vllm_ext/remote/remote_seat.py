@@ -36,7 +36,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.remote.shards import PART_BYTES, ShardBases, ShardStore, frame
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, refusals
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.http_server import LEAVING_HEADER, BodyLimit, unless_disconnected
 from areal_lora.network.tls import Plane
@@ -194,7 +194,7 @@ class RemoteSeat:
             Route(wire.PUBLISH_PATH, self._publish, methods=["POST"]),
             Route("/{path:path}", partial(self._pass_on, Plane.ADMIN), methods=["GET", "POST"]),
         ]
-        admin = Starlette(routes=routes, exception_handlers={ManifestError: _refused, PublishError: _failed})
+        admin = Starlette(routes=routes, exception_handlers=refusals({ManifestError: 409, PublishError: 503}))
         data = Starlette(routes=[Route("/{path:path}", partial(self._pass_on, Plane.DATA), methods=["GET", "POST"])])
         return data, BearerAuth(BodyLimit(admin, wire.MAX_BODY_BYTES), self._secret, Plane.ADMIN)
 
@@ -348,13 +348,3 @@ async def _received(
         await spool.put(store, run, deadline)
     elif bases is not None:
         bases.keep(spool.ref.name, spool.source, spool.memory)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ManifestError)
-    body = msgspec.msgpack.encode(wire.RefusalReply(reason=error.reason, detail=error.detail))
-    return Response(body, status_code=409, media_type=wire.CONTENT_TYPE)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return Response(str(error), status_code=503, media_type="text/plain")
