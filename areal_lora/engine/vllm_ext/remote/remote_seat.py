@@ -97,7 +97,7 @@ class RemoteAnswer(msgspec.Struct, frozen=True, kw_only=True):
 A = TypeVar("A")
 
 
-class Groups(dict[int, BroadcastGroup]):
+class StayGroups(dict[int, BroadcastGroup]):
     """The groups of a stay by source rank; ``name`` is that of the threads in which they block, all at once."""
 
     def __init__(self, name: str) -> None:
@@ -197,7 +197,7 @@ class RemoteSeat:
         self._more = asyncio.Event()
         self._polls, self._fetched_at = 0, time.monotonic()
         self._known: dict[str, AdapterLayout] = {}
-        self._groups = Groups(self.name)
+        self._groups = StayGroups(self.name)
         self.spools: dict[tuple[int, int], ShardSpool] = {}
         self.left, self.over = asyncio.Event(), False
 

@@ -117,7 +117,7 @@ class RemoteServer:
         self._name = ""
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._layouts: dict[str, AdapterLayout] = {}
-        self._groups = m.Groups("remote")
+        self._groups = m.StayGroups("remote")
         self._local: aiohttp.ClientSession
 
     async def serve(self) -> None:
