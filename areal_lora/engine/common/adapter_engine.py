@@ -167,7 +167,7 @@ class AdapterEngine:
 
     def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[Tensor, float | None]:
         """As `logprobs` with the experts that the routers choose, and the share of the routes that differ from them."""
-        with self._model.active.comparing():
+        with self._model.active.choosing("compare"):
             return self.logprobs(batch, adapter=adapter, temperature=temperature), self._model.active.flipped_share()
 
     def recorded(
@@ -181,7 +181,7 @@ class AdapterEngine:
         recorder = micro.RouteRecorder(
             batch, needed, self._sharded, self._model.groups.get(Range.DENSE_SPLIT), self._context
         )
-        with self._model.active.recording():
+        with self._model.active.choosing("record"):
             each = replace(recorder.batch, adapters=(adapter,) * batch.n_sequences)
             return self.logprobs_of_each(each, temperature, recorder=recorder), recorder.routes()
 

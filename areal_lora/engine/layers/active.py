@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -137,6 +138,9 @@ class PackedTokens:
         return PackedTokens(keys=self.keys[rows], ends=(self.ends - first).clamp_(0, n), owners=self.owners[rows])
 
 
+Choices = Literal["compare", "record"]
+
+
 class ActiveAdapters:
     """The adapters in use, and their tokens in the micro-batch that a layer computes; none is the frozen base."""
 
@@ -147,7 +151,8 @@ class ActiveAdapters:
         self.tokens: PackedTokens | None = None
         """Those that are computed next; without them one adapter has all rows."""
         self.flips: Tensor | None = None
-        self.compares = self.records = False
+        self.chooses: Choices | None = None
+        """Whether routers choose where tokens have routes, and why."""
         self._use(used or {})
 
     def _use(self, adapters: Mapping[str, Dropout | None]) -> None:
@@ -177,38 +182,24 @@ class ActiveAdapters:
         return None if self.tokens is None or self.tokens.routes is None else self.tokens.routes[:, layer]
 
     @contextmanager
-    def comparing(self) -> Iterator[None]:
-        """Routers choose, and the routes of the tokens are compared with that."""
-        self.compares = True
+    def choosing(self, why: Choices) -> Iterator[None]:
+        """Routers choose, and the routes of the tokens are compared with that, or become it (not with gradients)."""
+        self.chooses = why
         try:
             yield
         finally:
-            self.compares = False
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Routers choose, and the routes of the tokens become what they choose. Not with gradients."""
-        self.records = True
-        try:
-            yield
-        finally:
-            self.records = False
-
-    @property
-    def chooses(self) -> bool:
-        """Whether routers choose where tokens have routes."""
-        return self.compares or self.records
+            self.chooses = None
 
     def chosen(self, own: Tensor, routes: Tensor) -> bool:
-        """Whether routers choose. While recording, ``routes`` [t, K] become the router's ``own`` [t, K].
+        """Whether routers choose. To record, ``routes`` [t, K] become the router's ``own`` [t, K].
 
-        While comparing, this adds to ``flips``, on the device: pairs (token, layer) whose routes name other experts,
+        To compare, this adds to ``flips``, on the device: pairs (token, layer) whose routes name other experts,
         and all pairs with routes, since `using` started.
         """
-        if self.records:
+        if self.chooses == "record":
             routes.copy_(own)
-        if not self.compares:
-            return self.records
+        if self.chooses != "compare":
+            return self.chooses is not None
         known = routes[:, 0] >= 0
         same = (own[:, :, None] == routes[:, None]).any(2).all(1)
         counts = torch.stack([(known & ~same).sum(), known.sum()])

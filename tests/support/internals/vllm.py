@@ -297,32 +297,8 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module=f"{_LAYERS}.base_linear",
         name="BaseLinearLayerWithLoRA",
-        members=("base_layer", "input_size", "output_size", "tp_size", "tp_rank", *_STACKS),
+        members=("base_layer", *_STACKS),
         why="the slots of a linear layer",
-    ),
-    Used(
-        module=f"{_LAYERS}.row_parallel_linear",
-        name="RowParallelLinearWithLoRA",
-        members=("input_size",),
-        why="the part of a slot that a worker holds",
-    ),
-    Used(
-        module=f"{_LAYERS}.column_parallel_linear",
-        name="ColumnParallelLinearWithLoRA",
-        members=("output_size",),
-        why="as RowParallelLinearWithLoRA",
-    ),
-    Used(
-        module=f"{_LAYERS}.column_parallel_linear",
-        name="MergedColumnParallelLinearWithLoRA",
-        members=("output_ids", "output_slices"),
-        why="as RowParallelLinearWithLoRA",
-    ),
-    Used(
-        module=f"{_LAYERS}.column_parallel_linear",
-        name="MergedQKVParallelLinearWithLoRA",
-        members=("output_ids", "output_slices"),
-        why="as RowParallelLinearWithLoRA",
     ),
     Used(
         module="vllm.model_executor.layers.linear",
@@ -360,7 +336,7 @@ INTERNALS: tuple[Used, ...] = (
         module=_LINEAR,
         name="LinearBase",
         members=("quant_method", "input_size", "output_size", "tp_rank"),
-        why="merged rollouts write weights in place; vLLM's own reload reads files",
+        why="a worker's rows and columns; merged rollouts write weights in place, vLLM's own reload reads files",
     ),
     Used(module=_LINEAR, name="ColumnParallelLinear", members=("output_size_per_partition",), why="as LinearBase"),
     Used(module=_LINEAR, name="MergedColumnParallelLinear", members=("output_sizes",), why="as LinearBase"),

@@ -15,14 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.lora.layers import (
-    ColumnParallelLinearWithLoRA,
-    FusedMoE3DWithLoRA,
-    FusedMoEWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
@@ -92,7 +85,7 @@ class _Linear:
         in_part = layer.input_size_per_partition
         sizes, starts, fulls = _rows_of(layer)
         self._staged = _host(layer, sum(sizes), in_part)
-        col = layer.tp_rank * in_part if isinstance(layer, RowParallelLinear) else 0
+        col = _column_of(layer)
         self.parts: list[WeightPart] = []
         at = 0
         for name, size, start, full in zip(names, sizes, starts, fulls, strict=True):
@@ -111,6 +104,11 @@ class _Linear:
         layer.quant_method.process_weights_after_loading(layer)
 
 
+def _column_of(layer: LinearBase) -> int:
+    """The first of this worker's columns."""
+    return layer.tp_rank * layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else 0
+
+
 def _rows_of(layer: LinearBase) -> tuple[list[int], list[int], list[int]]:
     """Of each projection fused in ``layer``: this worker's rows, the first of them, and all rows."""
     if isinstance(layer, QKVParallelLinear):
@@ -122,9 +120,10 @@ def _rows_of(layer: LinearBase) -> tuple[list[int], list[int], list[int]]:
     if isinstance(layer, MergedColumnParallelLinear):
         sizes = list(layer.output_partition_sizes)
         return sizes, [layer.tp_rank * size for size in sizes], list(layer.output_sizes)
-    size = layer.output_size_per_partition
-    start = layer.tp_rank * size if isinstance(layer, ColumnParallelLinear) else 0
-    return [size], [start], [layer.output_size]
+    if isinstance(layer, ColumnParallelLinear):
+        size = layer.output_size_per_partition
+        return [size], [layer.tp_rank * size], [layer.output_size]
+    return [layer.output_size], [0], [layer.output_size]
 
 
 class _Experts:
@@ -256,22 +255,12 @@ def bound_matrices(worker: Any) -> Iterator[Matrix]:
 
 
 def _linear_matrices(module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
-    a_start = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
-    a_full = module.input_size * (module.tp_size if isinstance(module, RowParallelLinearWithLoRA) else 1)
-    if isinstance(module, MergedColumnParallelLinearWithLoRA):
-        # Key and value heads are repeated when there are fewer of them than workers: the
-        # module's own shard ids define which part is held.
-        starts = [shard * size for shard, size in zip(module.output_ids, module.output_slices, strict=True)]
-        fulls = list(module.base_layer.output_sizes)
-        if isinstance(module, MergedQKVParallelLinearWithLoRA):
-            base = module.base_layer
-            fulls = [base.total_num_heads * base.head_size] + [base.total_num_kv_heads * base.head_size] * 2
-    elif isinstance(module, ColumnParallelLinearWithLoRA):
-        starts, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
-    else:
-        starts, fulls = [0], [module.output_size]
+    layer = module.base_layer
+    sizes, starts, fulls = _rows_of(layer)
+    if len(parts) < len(sizes):  # the checkpoint has one projection where others have several
+        starts, fulls = [layer.tp_rank * sum(sizes)], [sum(fulls)]
     for part, a, b, start, full in zip(parts, module.lora_a_stacked, module.lora_b_stacked, starts, fulls, strict=True):
-        yield Matrix(name=part + LORA_A, stacked=a, index=0, start=a_start, full=a_full)
+        yield Matrix(name=part + LORA_A, stacked=a, index=0, start=_column_of(layer), full=layer.input_size)
         yield Matrix(name=part + LORA_B, stacked=b, index=0, start=start, full=full)
 
 

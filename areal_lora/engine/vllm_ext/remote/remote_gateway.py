@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -29,7 +30,7 @@ from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing.slots import adapter_capacity, has_tenants
 from areal_lora.engine.vllm_ext.remote import remote_seat as m
 from areal_lora.engine.vllm_ext.remote.shards import ShardBases, open_store
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, guarded, refusals
 from areal_lora.engine.vllm_ext.server.main import bound_sockets, server_tls
 from areal_lora.errors import PublishError
 from areal_lora.network.addresses import bracketed
@@ -81,8 +82,7 @@ class RemoteGateway:
             Route("/remote/{name}/shard/{transfer:int}/{source:int}", self._get_shard),
             Route("/remote/{name}", self._leaves, methods=["DELETE"]),
         ]
-        handlers: Any = {KeyError: _unknown, msgspec.MsgspecError: _malformed, PublishError: _not_sent}
-        app = Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=refusals({msgspec.MsgspecError: 400, PublishError: 410}))
         return BearerAuth(BodyLimit(app, ANSWER_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:
@@ -162,24 +162,13 @@ class RemoteGateway:
         return Response()
 
     def _seat(self, request: Request) -> m.RemoteSeat:
-        """Raises KeyError."""
-        return self.seats[request.path_params["name"]]
+        if (seat := self.seats.get(request.path_params["name"])) is None:
+            raise HTTPException(404, "no such server: it has left, or joined an earlier gateway")
+        return seat
 
 
 def _packed(message: msgspec.Struct) -> Response:
     return Response(msgspec.msgpack.encode(message), media_type=wire.CONTENT_TYPE)
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    return Response("no such server: it has left, or joined an earlier gateway", status_code=404)
-
-
-async def _not_sent(request: Request, error: Exception) -> Response:
-    return Response(str(error), status_code=410)
-
-
-async def _malformed(request: Request, error: Exception) -> Response:
-    return Response(str(error), status_code=400)
 
 
 async def serve(config: Config, run_folder: RunFolder) -> None:

@@ -36,7 +36,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.remote.shards import PART_BYTES, ShardBases, ShardStore, frame
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, refusals
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.http_server import LEAVING_HEADER, BodyLimit, unless_disconnected
 from areal_lora.network.tls import Plane
@@ -97,15 +97,30 @@ class RemoteAnswer(msgspec.Struct, frozen=True, kw_only=True):
 A = TypeVar("A")
 
 
-async def settled(undo: Callable[[], None], answer: Awaitable[A], others: Iterable[Awaitable[object]]) -> A:
-    """Wait until all have ended, and return the answer. Where one has raised, ``undo`` and raise that."""
-    found: list[Any] = await asyncio.gather(answer, *others, return_exceptions=True)
-    for problem in (*found[1:], found[0]):
-        if isinstance(problem, BaseException):
-            undo()
-            raise problem
-    result: A = found[0]
-    return result
+class StayGroups(dict[int, BroadcastGroup]):
+    """The groups of a stay by source rank; ``name`` is that of the threads in which they block, all at once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(64, thread_name_prefix=name)
+
+    def in_thread(self, call: Any, *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+
+    async def settled(self, answer: Awaitable[A], others: Iterable[Awaitable[object]]) -> A:
+        """Wait until all have ended, and return the answer. Where one has raised, leave the groups and raise that."""
+        found: list[Any] = await asyncio.gather(answer, *others, return_exceptions=True)
+        for problem in (*found[1:], found[0]):
+            if isinstance(problem, BaseException):
+                self.leave()
+                raise problem
+        result: A = found[0]
+        return result
+
+    def leave(self) -> None:
+        for group in self.values():
+            group.close()
+        self.clear()
 
 
 class ShardSpool:
@@ -182,9 +197,8 @@ class RemoteSeat:
         self._more = asyncio.Event()
         self._polls, self._fetched_at = 0, time.monotonic()
         self._known: dict[str, AdapterLayout] = {}
-        self._groups: dict[int, BroadcastGroup] = {}
+        self._groups = StayGroups(self.name)
         self.spools: dict[tuple[int, int], ShardSpool] = {}
-        self._pool = ThreadPoolExecutor(64, thread_name_prefix=self.name)  # a member of all groups at once
         self.left, self.over = asyncio.Event(), False
 
     def apps(self) -> tuple[ASGIApp, ASGIApp]:
@@ -194,7 +208,7 @@ class RemoteSeat:
             Route(wire.PUBLISH_PATH, self._publish, methods=["POST"]),
             Route("/{path:path}", partial(self._pass_on, Plane.ADMIN), methods=["GET", "POST"]),
         ]
-        admin = Starlette(routes=routes, exception_handlers={ManifestError: _refused, PublishError: _failed})
+        admin = Starlette(routes=routes, exception_handlers=refusals({ManifestError: 409, PublishError: 503}))
         data = Starlette(routes=[Route("/{path:path}", partial(self._pass_on, Plane.DATA), methods=["GET", "POST"])])
         return data, BearerAuth(BodyLimit(admin, wire.MAX_BODY_BYTES), self._secret, Plane.ADMIN)
 
@@ -231,7 +245,7 @@ class RemoteSeat:
         for number, future in self._unanswered.items():
             if not future.done():
                 future.set_result(RemoteAnswer(number=number, status=503, body=b"this server has left", leaving=True))
-        self._leave_groups()
+        self._groups.leave()
 
     def end(self) -> None:
         """Let the remote server know that the run is over."""
@@ -277,18 +291,18 @@ class RemoteSeat:
         """Join the trainer's groups here, while the remote server forms groups of its own for the same sources."""
         want = msgspec.msgpack.decode(await request.body(), type=wire.JoinRequest)
         assert want.endpoints is not None, "only a relay keeps its groups"
-        self._leave_groups()
+        self._groups.leave()
         hidden = [msgspec.structs.replace(e, host="", port=0, token="") for e in want.endpoints]
         body = msgspec.msgpack.encode(msgspec.structs.replace(want, endpoints=hidden))
 
         async def join(endpoint: wire.SourceEndpoint) -> None:
             place = want.ranks[0], self._bind, want.timeout_s, self._secret
-            self._groups[endpoint.source] = await self._in_thread(join_group, endpoint, *place)
+            self._groups[endpoint.source] = await self._groups.in_thread(join_group, endpoint, *place)
 
         answer = self._response(Plane.ADMIN, "POST", wire.JOIN_PATH, body)
-        response = await settled(self._leave_groups, answer, map(join, want.endpoints))
+        response = await self._groups.settled(answer, map(join, want.endpoints))
         if response.status_code != 200:
-            self._leave_groups()
+            self._groups.leave()
         return response
 
     async def _publish(self, request: Request) -> Response:
@@ -298,7 +312,7 @@ class RemoteSeat:
         digest = announced.manifest.layout
         layout = announced.layout or self._known.get(digest)
         if layout is None or {s.source for s in layout.shards} - self._groups.keys():
-            self._leave_groups()  # how the bytes are cut is not known, or nothing of them arrives
+            self._groups.leave()  # how the bytes are cut is not known, or nothing of them arrives
             if layout is not None:
                 raise PublishError(f"{announced.manifest.ref}: {self.name} is in no group; the trainer must join it")
             text = f"{announced.manifest.ref} uses a layout that {self.name} does not hold"
@@ -315,7 +329,7 @@ class RemoteSeat:
             spool = spools[shard.source] = ShardSpool(
                 parts[-1][1], announced.manifest.ref, shard.source, ITEM_BYTES[layout.dtype]
             )
-            filled = self._in_thread(spool.fill, group.receive(parts, deadline), parts)
+            filled = self._groups.in_thread(spool.fill, group.receive(parts, deadline), parts)
             bases = self._bases if layout.payload is Payload.UNMERGED else None  # merged weights take all memory once
             fills.append(_received(filled, spool, self._store, bases, announced.manifest.run, deadline))
 
@@ -323,16 +337,8 @@ class RemoteSeat:
             self.spools = {(number, source): spool for source, spool in spools.items()}
 
         forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, numbered)
-        answer = await settled(self._leave_groups, forwarded, fills)
+        answer = await self._groups.settled(forwarded, fills)
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
-
-    def _in_thread(self, call: Any, *arguments: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
-
-    def _leave_groups(self) -> None:
-        for group in self._groups.values():
-            group.close()
-        self._groups = {}
 
 
 async def _received(
@@ -348,13 +354,3 @@ async def _received(
         await spool.put(store, run, deadline)
     elif bases is not None:
         bases.keep(spool.ref.name, spool.source, spool.memory)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ManifestError)
-    body = msgspec.msgpack.encode(wire.RefusalReply(reason=error.reason, detail=error.detail))
-    return Response(body, status_code=409, media_type=wire.CONTENT_TYPE)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return Response(str(error), status_code=503, media_type="text/plain")

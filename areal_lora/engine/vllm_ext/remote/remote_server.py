@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +35,7 @@ from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_en
 from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.kernels import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Payload
-from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
+from areal_lora.weight_sync.link.broadcast_groups import GroupListener
 from areal_lora.weight_sync.manifest import base_digest, decode, encode, expanded, trailer_part
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 
@@ -118,8 +117,7 @@ class RemoteServer:
         self._name = ""
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._layouts: dict[str, AdapterLayout] = {}
-        self._groups: dict[int, BroadcastGroup] = {}
-        self._pool = ThreadPoolExecutor(64, thread_name_prefix="remote")
+        self._groups = m.StayGroups("remote")
         self._local: aiohttp.ClientSession
 
     async def serve(self) -> None:
@@ -134,7 +132,7 @@ class RemoteServer:
             except* errors.ArealLoraError as group:
                 raise group.exceptions[0] from None
             finally:
-                self._leave_groups()
+                self._groups.leave()
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, UnknownServer, errors.ConfigError):
                     async with asyncio.timeout(LEAVE_S):
                         await self._gateway.send("DELETE", self._name)
@@ -221,7 +219,7 @@ class RemoteServer:
         """Form a group for each source of the run: this process sends what that source sends there."""
         want = msgspec.msgpack.decode(request.body, type=wire.JoinRequest)
         assert want.endpoints is not None, "only a relay keeps its groups"
-        self._leave_groups()
+        self._groups.leave()
         listeners = [
             GroupListener(
                 source=each.source,
@@ -238,11 +236,11 @@ class RemoteServer:
         body = msgspec.msgpack.encode(msgspec.structs.replace(want, endpoints=endpoints, ranks=ranks))
 
         async def accept(listener: GroupListener) -> None:
-            self._groups[listener.endpoint.source] = await self._in_thread(listener.accept)
+            self._groups[listener.endpoint.source] = await self._groups.in_thread(listener.accept)
 
-        answer = await m.settled(self._leave_groups, self._local_answer(request, body), map(accept, listeners))
+        answer = await self._groups.settled(self._local_answer(request, body), map(accept, listeners))
         if answer.status != 200:
-            self._leave_groups()
+            self._groups.leave()
         return answer
 
     async def _publish(self, request: m.ForwardedRequest, name: str) -> m.RemoteAnswer:
@@ -295,7 +293,7 @@ class RemoteServer:
             )
 
         async def relay(source: int, coming: IncomingShard) -> None:
-            sent = self._in_thread(partial(coming.shard.send, self._groups[source], deadline))
+            sent = self._groups.in_thread(coming.shard.send, self._groups[source], deadline)
             try:
                 with (
                     errors.undo_on_error(coming.shard.abandon),
@@ -309,19 +307,11 @@ class RemoteServer:
             await sent
 
         relays = [relay(source, coming) for source, coming in shards.items()]
-        answer = await m.settled(self._leave_groups, self._local_answer(request, body), relays)
+        answer = await self._groups.settled(self._local_answer(request, body), relays)
         if answer.status == 200 and self._store is None and layout.payload is Payload.UNMERGED:
             for source, coming in shards.items():
                 self._bases.keep(adapter, source, coming.memory)
         return answer
-
-    def _in_thread(self, call: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, call)
-
-    def _leave_groups(self) -> None:
-        for group in self._groups.values():
-            group.close()
-        self._groups = {}
 
 
 def local_config(settings: m.RemoteSettings, root: Path, model: Path | None, device: str | None) -> Config:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BadRequest, Generator
-from areal_lora.engine.vllm_ext.server.guards import BearerAuth
+from areal_lora.engine.vllm_ext.server.guards import BearerAuth, refusals
 from areal_lora.engine.vllm_ext.server.leaving import Stop
 from areal_lora.engine.vllm_ext.server.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
@@ -28,8 +28,8 @@ from areal_lora.weight_sync import messages as wire
 from areal_lora.weight_sync.admin_client import RequestRelay
 
 
-def _answer(message: wire.AdminMessage, status: int = 200) -> Response:
-    return Response(msgspec.msgpack.encode(message), status_code=status, media_type=wire.CONTENT_TYPE)
+def _answer(message: wire.AdminMessage) -> Response:
+    return Response(msgspec.msgpack.encode(message), media_type=wire.CONTENT_TYPE)
 
 
 class AdminPlane:
@@ -58,7 +58,7 @@ class AdminPlane:
             Route(wire.DISMISS_PATH, self.dismiss, methods=["POST"]),
             Route(wire.RELAY_PATH, partial(self.relay, RequestRelay(secret)), methods=["POST"]),
         ]
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(STATUS, _refused))
+        app = Starlette(routes=routes, exception_handlers=refusals(STATUS))
         return BearerAuth(BodyLimit(app, wire.MAX_BODY_BYTES), secret, Plane.ADMIN)
 
     async def info(self, request: Request) -> Response:
@@ -105,13 +105,6 @@ class AdminPlane:
         return _answer(await asyncio.to_thread(requests.send, want, came))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, ManifestError):
-        return _answer(wire.RefusalReply(reason=error.reason, detail=error.detail), 409)
-    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-    return Response(str(error), status_code=status, media_type="text/plain")
-
-
 STATUS = {
     ManifestError: 409,
     UnknownVersionError: 404,
@@ -120,4 +113,4 @@ STATUS = {
     ValueError: 409,
     PublishError: 503,
 }
-"""Of known errors; any other error is a 500 with a traceback in the log."""
+"""Of known errors."""

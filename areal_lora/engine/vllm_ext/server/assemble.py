@@ -181,10 +181,8 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         payload=payload,
         adapters=slots.adapter_capacity(config),
     )
-    await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
-    described = [
-        msgspec.msgpack.decode(raw, type=WorkerDescription) for raw in await engine.collective_rpc("al_describe")
-    ]
+    answers: list[bytes] = await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
+    described = [msgspec.msgpack.decode(answer, type=WorkerDescription) for answer in answers]
     first = described[0]
     await channel.connect(len(described))
     counters = RequestCounters(max_num_seqs(config))

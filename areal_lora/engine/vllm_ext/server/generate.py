@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
@@ -39,17 +39,6 @@ log = get_logger(__name__)
 
 class BadRequest(ValueError):
     """The request is invalid and would fail again: status 400."""
-
-
-COUNTS = (
-    "requests",
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "aborted",
-    "interrupted",
-    "recomputed_tokens",
-)
 
 
 @dataclass(slots=True)
@@ -91,7 +80,6 @@ class RequestCounters:
             idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
             running=min(self.in_flight, self.max_num_seqs),
             waiting=max(0, self.in_flight - self.max_num_seqs),
-            kv_cache_share=self.kv_cache_share,
             **{name: getattr(self, name) for name in COUNTS},
         )
 
@@ -101,6 +89,9 @@ class RequestCounters:
         counts = {"sequences_running": found.running, "sequences_waiting": found.waiting}
         cached = min(1.0, found.cached_tokens / max(1, found.prompt_tokens))  # beyond 1: continuations of cut sequences
         return counts | {"kv_cache_share": found.kv_cache_share, "prefix_cache_share": cached}
+
+
+COUNTS = [field.name for field in fields(RequestCounters) if field.name in ServerStats.__struct_fields__]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

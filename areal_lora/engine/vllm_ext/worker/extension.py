@@ -5,7 +5,7 @@ end of a model step and delays the next one, so only work that must be in step w
 RPC; all other work is a command to a background thread (``channel``)::
 
     server                      background thread              between two steps
-    al_setup, al_describe       starts
+    al_setup                    starts
     JoinCommand ------------->  thread, low priority: join the trainers' groups
     Receive ----------------->  thread: receive, write, verify
     Forget  ----------------->  an adapter was dropped
@@ -310,7 +310,8 @@ class AdapterWorkerExtension:
     rank: int
     device: torch.device
 
-    def al_setup(self, setup_bytes: bytes) -> None:
+    def al_setup(self, setup_bytes: bytes) -> bytes:
+        """Start with a `WorkerSetup`; return the `WorkerDescription`."""
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
@@ -320,13 +321,10 @@ class AdapterWorkerExtension:
 
             return_routes(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
-
-    def al_describe(self) -> bytes:
-        state = self._al_state
-        described = WorkerDescription(
-            max_rank=state.held.max_rank, modules=state.held.modules, slot_bytes=state.held.slot_bytes
+        held = self._al_state.held
+        return msgspec.msgpack.encode(
+            WorkerDescription(max_rank=held.max_rank, modules=held.modules, slot_bytes=held.slot_bytes)
         )
-        return msgspec.msgpack.encode(described)
 
     def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> tuple[float, list[int]]:
         """Serve the version in ``slot`` as ``lora_id`` and stop serving ``retired``, as `al_retire` does.

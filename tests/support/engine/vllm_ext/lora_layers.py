@@ -65,6 +65,7 @@ def dense_modules(sizes: LayerSizes, tp: int, rank: int) -> dict[str, Any]:
         linear.MergedColumnParallelLinear,
         input_size=sizes.hidden,
         output_sizes=[sizes.ffn, sizes.ffn],
+        output_partition_sizes=[sizes.ffn // tp] * 2,
         output_size_per_partition=2 * sizes.ffn // tp,
         **size,
     )
@@ -79,7 +80,11 @@ def dense_modules(sizes: LayerSizes, tp: int, rank: int) -> dict[str, Any]:
         for name, n_in in ((f"{ATTENTION}.o_proj", sizes.heads * sizes.head), (f"{DENSE}.down_proj", sizes.ffn))
     }
     column = base(
-        linear.ColumnParallelLinear, input_size=sizes.hidden, output_size_per_partition=sizes.ffn // tp, **size
+        linear.ColumnParallelLinear,
+        input_size=sizes.hidden,
+        output_size=sizes.ffn,
+        output_size_per_partition=sizes.ffn // tp,
+        **size,
     )
     return {
         f"{ATTENTION}.qkv_proj": layers.MergedQKVParallelLinearWithLoRA(qkv),

@@ -70,13 +70,13 @@ def test_a_router_weighs_the_experts_of_its_tokens(
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
     own_sets, known = plain_map.nonzero()[:, 1].view(TOKENS, K), mine[:, 0] >= 0
     flipped = sum(set(a) != set(b) for a, b in zip(own_sets[known].tolist(), mine[known].tolist(), strict=True))
-    with active.comparing():
+    with active.choosing("compare"):
         assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     assert active.flips is not None
     assert active.flips.tolist() == [flipped, int(known.sum())]
     nowhere = routes.new_full(routes.shape, -1)
     active.tokens = PackedTokens(keys=torch.zeros(tokens), routes=nowhere)
-    with active.recording():
+    with active.choosing("record"):
         assert torch.equal(moe_utils.topk_routing_with_score_function(logits, K, **how, router_replay=choice)[0], plain)
     assert (nowhere[own, 1].sort(-1).values == own_sets.sort(-1).values).all()
     assert (nowhere >= 0).sum() == TOKENS * K, "of its tokens and its layer alone"

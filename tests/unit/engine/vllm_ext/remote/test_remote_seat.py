@@ -45,7 +45,7 @@ def test_a_publish_has_its_place_among_requests() -> None:
         seat = RemoteSeat(7, bind="127.0.0.1", secret="5e" * 32, layouts=1, bases=ShardBases(1))
         announced = announce(layout_of(share(values(0))[0]))
         inbox = Mock(take=Mock(side_effect=PublishError("nothing comes")))
-        seat._groups = {0: Mock(bucket_bytes=1024, receive=Mock(return_value=inbox))}
+        seat._groups[0] = Mock(bucket_bytes=1024, receive=Mock(return_value=inbox))
         publish = asyncio.ensure_future(seat._publish(Mock(body=AsyncMock(return_value=encode(announced)))))
         others = [asyncio.ensure_future(seat.forward(Plane.DATA, "POST", "/1", b"")) for _ in range(2)]
         while len(seat._unanswered) < 3:
