@@ -5,8 +5,6 @@ samples before anything is trained, on every rank: what a table's row guarantees
 micro-batches and data-parallel ranks depend on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -181,7 +179,7 @@ class Algorithm:
     corrections: Mapping[Correction, Behaviour] | None = None
     correction: Correction | None = None
 
-    def with_kl_scale(self, scale: float) -> Algorithm:
+    def with_kl_scale(self, scale: float) -> "Algorithm":
         """The same with ``scale`` times the KL coefficient, in the loss and in the reward."""
         return replace(
             self,
@@ -189,7 +187,7 @@ class Algorithm:
             terms=replace(self.terms, kl_coef=scale * self.terms.kl_coef),
         )
 
-    def with_correction(self, chosen: Correction) -> Algorithm:
+    def with_correction(self, chosen: Correction) -> "Algorithm":
         """The same with the ``chosen`` correction, unless it is fixed."""
         if self.corrections is None:
             return self

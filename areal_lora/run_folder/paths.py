@@ -13,8 +13,6 @@ one step after another towards it: whoever is killed at any moment reads the sam
 ``state`` records of ``metrics.jsonl``, under the `DesiredAdapter.key` of each adapter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -82,7 +80,7 @@ class FolderEntry:
     def __init__(self, name: str, *, of_session: bool = False) -> None:
         self.name, self._of_session = name, of_session
 
-    def __get__(self, folder: RunFolder, owner: object) -> Path:
+    def __get__(self, folder: "RunFolder", owner: object) -> Path:
         above = folder.sessions / folder.session if self._of_session and folder.session else folder.path
         return above / self.name
 
@@ -98,11 +96,11 @@ class RunFolder:
     session: str = field(default_factory=lambda: os.environ.get(SESSION_VARIABLE, ""))
 
     @classmethod
-    def of(cls, folder: RunFolder | Path | str) -> RunFolder:
+    def of(cls, folder: "RunFolder | Path | str") -> "RunFolder":
         return folder if isinstance(folder, RunFolder) else cls(Path(folder))
 
     @classmethod
-    def current(cls, folder: RunFolder | Path | str) -> RunFolder:
+    def current(cls, folder: "RunFolder | Path | str") -> "RunFolder":
         """The folder with its newest session, for commands and clients that are not part of the job."""
         path = Path(folder)
         try:

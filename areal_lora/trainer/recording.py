@@ -22,7 +22,6 @@ from areal_lora.run_folder.status import beat, set_status
 from areal_lora.trainer import step_metrics
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.step_metrics import Devices, Metrics, Window, measured
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.decisions import PublishReport
 
@@ -41,7 +40,7 @@ class RateMeter:
         """The counters of ``adapter`` start at 0 now."""
         self._marks[adapter] = (now_s, 0, 0.0)
 
-    def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Metrics:
+    def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> step_metrics.Metrics:
         """Rates since the adapter's previous step; unknown if a counter decreased.
 
         ``servers_idle`` is the fraction of the time with no group in flight.
@@ -72,18 +71,18 @@ class Recorder:
         started_s: float,
         *,
         only: str | None = None,
-        devices: Devices | None = None,
+        devices: step_metrics.Devices | None = None,
         rollouts: RolloutWriter | None = None,
         machines: MachineWatch | None = None,
     ) -> None:
-        self._run_folder, self._devices, self._rollouts = run_folder, devices or Devices(), rollouts
+        self._run_folder, self._devices, self._rollouts = run_folder, devices or step_metrics.Devices(), rollouts
         self._machines = machines
         before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
         self._writer = MetricsWriter(run_folder, only)
         for name, version in resumed.items():
             self._resume(name, version, before_s)
-        self._batches: dict[str, tuple[Batch, Metrics]] = {}
+        self._batches: dict[str, tuple[Batch, step_metrics.Metrics]] = {}
         self._learned: dict[str, dict[int, LearnReport]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
@@ -209,7 +208,7 @@ class Recorder:
                 dropped=stats.dropped if stats else {},
                 retried=stats.retried if stats else {},
                 faults=stats.faults if stats else {},
-                metrics=measured(metrics),
+                metrics=step_metrics.measured(metrics),
             )
         )
         if received and self._rollouts and batch.advantages is not None:
@@ -228,7 +227,7 @@ class Recorder:
             )
 
     def client_step(
-        self, before: AdapterRef, window: Window, step: OptimStep, outcome: StepResult, spans: Spans
+        self, before: AdapterRef, window: step_metrics.Window, step: OptimStep, outcome: StepResult, spans: Spans
     ) -> None:
         """Record a client's step, which started at ``before``."""
         self._writer.write(
@@ -242,13 +241,13 @@ class Recorder:
                 by_client=True,
                 taken=not outcome.skipped,
                 n_targets=window.targets,
-                metrics=measured(
+                metrics=step_metrics.measured(
                     step_metrics.of_client(window, step, outcome) | self._of_machines(spans, window.tokens)
                 ),
             )
         )
 
-    def _of_machines(self, spans: Spans, tokens: int) -> Metrics:
+    def _of_machines(self, spans: Spans, tokens: int) -> step_metrics.Metrics:
         speed = step_metrics.of_speed(spans, tokens, self._devices)
         return {**speed, **joined(self._machines.uses)} if self._machines else speed
 

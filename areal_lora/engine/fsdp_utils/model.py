@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -287,7 +286,7 @@ def _is_usual_rotation(own: Rotation) -> bool:
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+    return nn.functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
 def _is_rms_norm(module: Any) -> bool:

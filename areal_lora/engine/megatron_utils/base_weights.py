@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from areal_lora.engine.common.arena import ShardedModel, held_rows
 from areal_lora.engine.common.model_folder import ModelFolder
@@ -166,7 +165,7 @@ def architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
         "layernorm_epsilon": hf["rms_norm_eps"],
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": functional.silu,
+        "activation_func": nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": attention.bias,
         "qk_layernorm": attention.norms,

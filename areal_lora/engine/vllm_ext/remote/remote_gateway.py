@@ -82,7 +82,9 @@ class RemoteGateway:
             Route("/remote/{name}/shard/{transfer:int}/{source:int}", self._get_shard),
             Route("/remote/{name}", self._leaves, methods=["DELETE"]),
         ]
-        app = Starlette(routes=routes, exception_handlers=refusals({msgspec.MsgspecError: 400, PublishError: 410}))
+        app = Starlette(
+            routes=routes, exception_handlers=refusals({msgspec.MsgspecError: 400, KeyError: 400, PublishError: 410})
+        )
         return BearerAuth(BodyLimit(app, ANSWER_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:

@@ -7,8 +7,6 @@ else zeros. Planes hold the first byte of all numbers, then the second, and so o
 Neither way is trusted: workers compare fingerprints of what results.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import struct
