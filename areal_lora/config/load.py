@@ -96,7 +96,13 @@ def read_source(path: Path) -> KeyTree:
         raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
     try:
         data = _Loader(text, Origin(str(path), path.resolve().parent)).get_single_data()
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of a day that is none
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # also of a day that is none
         # The parser's problem with its line, without its copy of the text.
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark is not None else str(path)

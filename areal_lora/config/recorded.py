@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,8 +309,8 @@ def differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, An
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             yield from differences(before.get(key), now.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(before, list) and isinstance(now, list):
-        for index, pair in enumerate(zip_longest(before, now)):
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
             yield from differences(*pair, f"{path}.{index}")
     elif before != now:
         yield path, before, now
@@ -329,6 +328,7 @@ def _differs(why: str, path: str, before: Any, now: Any, source: str = "the run 
     if before == now:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
-        path, before, now = next(differences(before, now, path))
+        # None of them where a key without a value came or went.
+        path, before, now = next(differences(before, now, path), (path, before, now))
     reason = f"it is {now}, but {source} with {before}, and {why}"
     return ConfigError(path, reason, f"set it back to {before}, choose another run.name, or start over with --fresh")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import psutil
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import AdapterConfig, Config
@@ -86,15 +87,20 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     def is_over(self) -> bool:
         """True only where that is certain, as seen from this process."""
         me = Owner.me()
-        return (self.host == me.host and self.boot != me.boot) or (self.here and _started(self.pid) != self.started)
+        return (self.host == me.host and self.boot != me.boot) or (
+            self.here and _started(self.pid) not in (0, self.started)
+        )
 
 
 def _started(pid: int) -> int | None:
-    """When ``pid`` started, in clock ticks since the boot; None where there is no such process, or it has ended."""
+    """When ``pid`` started, in clock ticks since the boot; None where there is no such process, or it has ended.
+
+    0 for another user's, where ``/proc`` hides it (hidepid).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0 if psutil.pid_exists(pid) else None
     # Its second field is a name in parentheses that may hold anything; the start is the 22nd.
     state, *fields = stat.rpartition(")")[2].split()
     return None if state == "Z" else int(fields[18])

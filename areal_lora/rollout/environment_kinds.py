@@ -230,15 +230,16 @@ async def _mcp_session(server: str) -> AsyncIterator[Any]:
 
 
 async def _mcp_tools(session: Any) -> AsyncIterator[Any]:
-    """The tools of all pages of a server's list."""
-    types, params = importlib.import_module("mcp.types"), None
+    """The tools of all pages of a server's list; a page that repeats a cursor is the last one."""
+    types, seen, page = importlib.import_module("mcp.types"), set[str](), await session.list_tools()
     while True:
-        page = await session.list_tools(params=params)
         for tool in page.tools:
             yield tool
-        if (cursor := page.model_dump(by_alias=True).get("nextCursor")) is None:
+        cursor = page.model_dump(by_alias=True).get("nextCursor")
+        if not cursor or cursor in seen:
             return
-        params = types.PaginatedRequestParams(cursor=cursor)
+        seen.add(cursor)
+        page = await session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
 
 
 async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:

@@ -72,9 +72,11 @@ def whole_lines(path: Path, end: int | None = None, at: int = 0) -> Iterator[byt
 
 def _cut_torn_tail(path: Path) -> None:
     """Cut what follows the last line break, which is searched backwards from the end of the file."""
-    if not path.exists() or not (size := path.stat().st_size):
+    if not path.exists():
         return
     with path.open("r+b") as file:
+        if not (size := os.fstat(file.fileno()).st_size):  # of the open file: that of its name may be a cached one
+            return
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
             end = data.rfind(b"\n") + 1
         if end < size:

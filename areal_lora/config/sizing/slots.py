@@ -273,9 +273,11 @@ def broadcast_backend(config: Config) -> str:
 def send_places(config: Config) -> tuple[int, ...]:
     """Places of the trainer ranks: those at one place send what they own as one source.
 
-    On devices a place is a node, for a source has communicators with all servers. On CPUs receivers read the memory of
-    every rank, and merged weights are too many to gather: each rank is a place. Raises ConfigError as `seats_of`.
+    On devices a place is a node, for a source has communicators with all servers. Each rank is a place on CPUs, where
+    receivers read the memory of every rank, for merged weights, and with several adapters: a source keeps the packed
+    shards of each, and one device would hold those of a node. Raises ConfigError as `seats_of`.
     """
-    if config.cluster.device == "cpu" or config.rollout.adapter_mode == "merged":
+    alone = adapter_capacity(config) == 1 and config.rollout.adapter_mode == "unmerged"
+    if config.cluster.device == "cpu" or not alone:
         return tuple(range(config.trainer.world_size))
     return tuple(seat.node for seat in seats_of(config).trainer)

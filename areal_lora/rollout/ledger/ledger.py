@@ -27,7 +27,7 @@ from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)
 
-SCHEMA_VERSION = 2  # 1: trajectories with lists of tokens
+SCHEMA_VERSION = 3  # 1: trajectories with lists of tokens; 2: starts of stages in a table
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
 CREATE TABLE adapters (

@@ -191,19 +191,24 @@ class Transaction:
 def put_tenant(tx: Transaction, tenant: str, quota: queue_rows.Quota) -> None:
     sql = "INSERT INTO tenants (tenant, quota) VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
     tx.do(sql, tenant, msgspec.json.encode(quota).decode())
-    tx.tables = read_tables(tx.db)
+    _read_again(tx)
 
 
 def put_key(tx: Transaction, key: queue_rows.Key) -> None:
     """Admit the key; another one of the tenant with this label is no longer valid."""
     drop_key(tx, key.tenant, key.label)
     KEYS.insert(tx.db, key)
-    tx.tables = read_tables(tx.db)
+    _read_again(tx)
 
 
 def drop_key(tx: Transaction, tenant: str, label: str) -> None:
     tx.do("DELETE FROM keys WHERE tenant = ? AND label = ?", tenant, label)
-    tx.tables = read_tables(tx.db)
+    _read_again(tx)
+
+
+def _read_again(tx: Transaction) -> None:
+    """No adapter has changed, nor has the desired state."""
+    tx.tables = replace(read_tables(tx.db), adapters=tx.tables.adapters)
 
 
 def make_tables(db: sqlite3.Connection, run: str) -> None:
@@ -254,8 +259,9 @@ class Store:
         if found != (queue_rows.SCHEMA_VERSION, run):
             wanted = f"{run!r} in schema {queue_rows.SCHEMA_VERSION}"
             reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {wanted}"
+            older = "end the run with the version of areal_lora that made the file, or start over with --fresh"
             self._db.close()
-            raise ConfigError(str(self.path), reason, "put the run's own file back")
+            raise ConfigError(str(self.path), reason, older if found[1] == run else "put the run's own file back")
 
     def close(self) -> None:
         self._db.close()

@@ -129,6 +129,7 @@ class Writer:
         self._write_desired()
         if done := carried_out(self.tables, self._phases()):
             self._store.change(lambda tx: tx.carried_out(done), time.time())
+            self._written = self.tables.adapters  # what is desired is as before
 
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0

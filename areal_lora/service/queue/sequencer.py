@@ -73,8 +73,8 @@ def to_send(tx: Transaction, adapter: str, start: int) -> list[protocol.Operatio
     first = next((op.number for op in ops if op.failed is None), model.next_number)
     found = tx.db.execute(
         "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
-        " WHERE o.adapter = ? AND o.number >= ? AND o.number < ? ORDER BY o.number",
-        (adapter, start, first + ordering.AHEAD),
+        " WHERE o.adapter = ? AND o.number >= ? AND o.number < ? ORDER BY o.number LIMIT ?",
+        (adapter, start, first + ordering.AHEAD, ordering.AHEAD),  # a restarted trainer repeats what has outcomes
     )
     chosen, n_bytes = list[protocol.Operation](), 0
     for number, what, action in found:

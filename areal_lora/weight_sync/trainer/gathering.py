@@ -75,8 +75,9 @@ class PlaceGather:
             for done in pack(packed):
                 if self._rank == source:
                     yield done
-        except ArealLoraError as e:  # not before the others have what they wait for
+        except ArealLoraError as e:  # not before the others have what they wait for: NaN, which servers refuse
             failure = e
+            packed.fill_(255)
         dist.all_to_all_single(
             received,
             packed if sends else packed[:0],

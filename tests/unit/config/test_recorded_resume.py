@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from areal_lora.config.load import load_config
@@ -50,7 +53,7 @@ def test_may_change(change: str) -> None:
 
 def test_keys_that_one_configuration_lacks_are_none() -> None:
     first, second = {"a": {"b": [1, 2]}, "c": 3}, {"a": {"b": [1, 5, 6], "d": "x"}}
-    assert list(differences(first, second)) == [("a.b.1", 2, 5), ("a.b.2", None, 6), ("a.d", None, "x"), ("c", 3, None)]
+    assert list(differences(first, second)) == [("a.b", [1, 2], [1, 5, 6]), ("a.d", None, "x"), ("c", 3, None)]
 
 
 @pytest.mark.parametrize(
@@ -121,3 +124,20 @@ def test_the_order_of_patterns_is_kept(key: str) -> None:
     error = adapter_conflict(trained, now, 0, "v000003")
     assert error is not None
     assert (error.path, "v000003 was trained" in error.reason) == (f"adapters.0.{key}", True)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "key"),
+    [
+        ({"level": [1, 2]}, {"level": [1, 2, None]}, ".where.level"),
+        ({"level": [1, 2]}, {"level": [1, 3]}, ".where.level.1"),
+        ({}, {"level": None}, ""),
+    ],
+)
+def test_a_condition_on_rows_that_has_changed_is_named(was: dict[str, Any], now: dict[str, Any], key: str) -> None:
+    """A list of another length as a whole, with what to set it back to; also where only an empty value came."""
+    before, after = (config(*OWN, f"adapters.0.task.where={json.dumps(where)}") for where in (was, now))
+    error = conflict(before, after)
+    assert error is not None
+    assert error.path == f"adapters.gsm8k.task{key}"
+    assert f"with {2 if key.endswith('1') else was['level']}," in error.reason if key else "'where': {}" in error.reason

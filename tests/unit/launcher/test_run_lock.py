@@ -167,3 +167,25 @@ def test_a_launcher_that_no_one_has_waited_for_is_over(tmp_path: Path) -> None:
         folder = RunFolder(tmp_path / "run")
         folder.owner.write_bytes(mark(pid=dead.pid, started=started))
         assert holder(folder) is None
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError], ids=["hidepid=2", "hidepid=1"])
+def test_a_launcher_that_the_system_hides_is_not_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Of another user, where /proc shows own processes alone: its number is still taken."""
+    folder, read = RunFolder(tmp_path / "run"), Path.read_text
+    with subprocess.Popen(["sleep", "60"]) as alive:
+        folder.owner.write_bytes(mark(pid=alive.pid, started=7))
+
+        def hidden(path: Path, *args: str, **options: str) -> str:
+            if path == Path(f"/proc/{alive.pid}/stat"):
+                raise error(path)
+            return read(path, *args, **options)
+
+        monkeypatch.setattr(Path, "read_text", hidden)
+        found = holder(folder)
+        alive.kill()
+    assert found is not None
+    assert found.pid == alive.pid
+    assert holder(folder) is None, "now there is no such process"

@@ -7,20 +7,26 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from areal_lora.rollout.environment_kinds import _mcp_session, _mcp_tools
 
 PAGED = """
 import asyncio
+import sys
 
 from mcp import types
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 
 
+END = {"none": None, "empty": "", "repeated": "3"}[sys.argv[1]]
+
+
 async def listed(_, params):
     page = int(params.cursor or 0) if params else 0
     tool = types.Tool(name=f"tool-{page}", input_schema={"type": "object"})
-    return types.ListToolsResult(tools=[tool] * (page != 1), next_cursor=str(page + 1) if page < 3 else None)
+    return types.ListToolsResult(tools=[tool] * (page != 1), next_cursor=str(page + 1) if page < 3 else END)
 
 
 async def main():
@@ -33,13 +39,14 @@ asyncio.run(main())
 """
 
 
-def test_the_tools_of_all_pages_are_the_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["none", "empty", "repeated"])
+def test_the_tools_of_all_pages_are_the_models(end: str, tmp_path: Path) -> None:
     """The second page is empty: only the cursor tells whether one follows."""
     script = tmp_path / "pages.py"
     script.write_text(PAGED)
 
     async def names() -> list[str]:
-        async with _mcp_session(shlex.join([sys.executable, str(script)])) as session:
+        async with _mcp_session(shlex.join([sys.executable, str(script), end])) as session:
             return [tool.name async for tool in _mcp_tools(session)]
 
     assert asyncio.run(names()) == ["tool-0", "tool-2", "tool-3"]

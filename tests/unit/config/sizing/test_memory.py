@@ -222,6 +222,7 @@ ATTENTION = "adapters.0.target_modules=[linear_qkv, linear_proj]"
         ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], 1, 1),
         ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared_outer"], 8, 1),
         ("Qwen/Qwen3-30B-A3B", ["trainer.etp=2", "trainer.tp=2"], 8, 2),
+        ("Qwen/Qwen3-30B-A3B", ["rollout.max_adapters=2", "service={}"], 8, 8),
         ("Qwen/Qwen3-30B-A3B", ["cluster.device=cpu", "model.dtype=float32"], 8, 8),
         ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}"], 64, 8),
         ("Qwen/Qwen3-235B-A22B", [*EP8_PP8, f"trainer.pp_layers={STAGES}", ATTENTION], 8, 8),

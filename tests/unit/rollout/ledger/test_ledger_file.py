@@ -124,15 +124,15 @@ def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -
     file, book = open_ledger(path)
     book.issue(0, 1)
     file.close()
-    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 2, not of 'other'"):
+    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 3, not of 'other'"):
         open_ledger(path, run="other")
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE meta SET schema_version = 1")
         db.commit()
-    with pytest.raises(ConfigError, match=r"in schema 1, not of 'r' in schema 2 .*rebuilt from the checkpoint"):
+    with pytest.raises(ConfigError, match=r"in schema 1, not of 'r' in schema 3 .*rebuilt from the checkpoint"):
         open_ledger(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE meta SET schema_version = 2")
+        db.execute("UPDATE meta SET schema_version = 3")
         db.commit()
     with pytest.raises(ConfigError, match="its prompts of math are of another task, size or seed"):
         open_ledger(path, order="p")

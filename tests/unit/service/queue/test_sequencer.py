@@ -364,7 +364,8 @@ def test_at_most_so_many_are_ahead_of_the_outcomes() -> None:
     for number in (1, 2):
         ledger.change(lambda tx, number=number: completed(tx, adapter, number, scored))
     assert due(AHEAD + 1) == [AHEAD + 1, AHEAD + 2]
-    assert due(1) == [*range(1, AHEAD + 3)], "what a restarted trainer repeats comes on top"
+    assert due(1) == [*range(1, AHEAD + 1)], "a restarted trainer repeats what has outcomes, as many at a time"
+    assert due(3) == [*range(3, AHEAD + 3)]
 
 
 def tick(it: Exchange, service_first: bool) -> bool:

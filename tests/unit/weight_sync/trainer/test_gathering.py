@@ -74,6 +74,10 @@ def test_gathered_shards_have_the_bytes_and_fingerprints_of_one_source(tmp_path)
         assert adapter_digest(sent, sums) == adapter_digest(one, [single.sum])
     *others, failed = [found[-1] for found in ranks]
     assert failed[2] == b"no tensor"
+    (a, b), sent = OWNERS[4], np.frombuffer(others[3][2], dtype=np.float32)
+    n_sent = sum(t.numel() for _, t in OWNED[a:b])
+    assert np.isnan(sent[-n_sent:]).all(), "servers refuse what was not packed"
+    assert np.isfinite(sent[:-n_sent]).all()
     assert [steps[-1] if steps else 0 for _, steps, _, _ in others] == [20, 0, 0, len(OWNED) - 20], "none waits"
 
 
