@@ -32,7 +32,7 @@ LINES = {
     "data": 857,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 949,
-    "engine": 11768,  # structured outputs; remote; routes, old ones; kept ids, caches; stages; sizes; two model runners
+    "engine": 11769,  # structured outputs; remote; routes, old ones; kept ids, caches; stages; sizes; two model runners
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
     "launcher": 4747,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling restarts; slots
     "library": 471,  # loss, advantage

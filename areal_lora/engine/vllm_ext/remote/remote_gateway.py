@@ -82,9 +82,7 @@ class RemoteGateway:
             Route("/remote/{name}/shard/{transfer:int}/{source:int}", self._get_shard),
             Route("/remote/{name}", self._leaves, methods=["DELETE"]),
         ]
-        app = Starlette(
-            routes=routes, exception_handlers=refusals({msgspec.MsgspecError: 400, KeyError: 400, PublishError: 410})
-        )
+        app = Starlette(routes=routes, exception_handlers=refusals({msgspec.MsgspecError: 400, PublishError: 410}))
         return BearerAuth(BodyLimit(app, ANSWER_BYTES), self._secret, Plane.REMOTE)
 
     async def watch(self) -> None:
@@ -150,13 +148,16 @@ class RemoteGateway:
 
     async def _get_shard(self, request: Request) -> Response:
         number, source = request.path_params["transfer"], request.path_params["source"]
+        try:
+            at, base_of = int(request.query_params["at"]), request.query_params["base"]
+        except (KeyError, ValueError) as e:
+            raise HTTPException(400, "a shard is requested with the parameters at, a number of bytes, and base") from e
         spool = self._seat(request).spools.get((number, source))
-        query, at = request.query_params, int(request.query_params["at"])
         if spool is None or not 0 <= at < len(spool.memory):
             raise PublishError("this shard is not sent any more")
         if self._store is not None:
             return Response(await spool.stored())
-        base = self._bases.find(spool.ref.name, spool.source, len(spool.memory), query["base"])
+        base = self._bases.find(spool.ref.name, spool.source, len(spool.memory), base_of)
         return StreamingResponse(spool.frames(at, base), 200 if base is None else 226, media_type=BYTES)
 
     async def _leaves(self, request: Request) -> Response:

@@ -194,12 +194,14 @@ def test_a_full_disk_passes(store: Store) -> None:
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
     opened(tmp_path).close()
-    with pytest.raises(ConfigError, match="of run 'run'"):
+    with pytest.raises(ConfigError, match=r"of run 'run' .*put the run's own file back"):
         Store(tmp_path / "a service.sqlite", "another")
     (tmp_path / "text").write_text("no database, but some text that is long enough to be taken for one")
     with pytest.raises(RecordError, match="not a database"):
         Store(tmp_path / "text", "run")
     with closing(sqlite3.connect(tmp_path / "a service.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET schema_version = 99")
-    with pytest.raises(ConfigError, match="schema 99"):
+    with pytest.raises(
+        ConfigError, match=r"schema 99, .*end the run with the version of areal_lora that made the file"
+    ):
         Store(tmp_path / "a service.sqlite", "run")
