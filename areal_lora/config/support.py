@@ -53,6 +53,8 @@ ENGINE_ARGS: Mapping[str, str] = {
     "lora_target_modules": "adapters.target_modules", "enable_moe_shared_loras": "adapters.expert_layout",
     "enable_return_routed_experts": "behaviour.router_replay",
     "aux_output_config": "behaviour.router_replay", "max_logprobs": "adapters.sampling.top_k",
+    "speculative_config": "the training objective", "specialize_active_lora": "rollout.adapter_mode",
+    "enable_eplb": "the layout of adapter slots", "eplb_config": "the layout of adapter slots",
 }
 # fmt: on
 """Arguments of vLLM's engine that `rollout.engine_args` cannot have, with what decides each."""

@@ -222,10 +222,10 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
     limit = device_bytes(config, None)
     if limit is not None and config.cluster.device != "cpu":
         rank = max(m.device for m in plan.memory if m.role == "trainer")
-        share = config.rollout.gpu_memory_utilization * limit
-        left = limit - share if config.cluster.share_devices else limit
+        share, staging = config.rollout.gpu_memory_utilization * limit, sizing.staging_of(_server(plan))
+        left = limit - share - staging if config.cluster.share_devices else limit
         found.append(("device memory of a trainer rank", rank, left))
-        before_kv = _server(plan).device - sizing.kv_part(config, plan.shape)
+        before_kv = _server(plan).device - staging - sizing.kv_part(config, plan.shape)
         found.append(("device memory of a server before its KV cache", before_kv, share))
     host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
     most = max(sizing.host_bytes(plan.memory, node) for node in range(plan.nodes))

@@ -158,10 +158,13 @@ def _servers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpe
         if seat.devices:
             env[DEVICES_VARIABLE] = ",".join(map(str, seat.devices))
         argv = _argv(config, SERVER, folder, "--index", str(i))
-        # On a device each worker has a thread of its own; besides, there are the engine's loop and the planes.
-        cpus = threads * config.rollout.tp + (2 if seat.devices else 0)
-        specs.append(ProcessSpec(SERVER, i, argv, env, seat.node, cpus, seat.devices))
+        specs.append(ProcessSpec(SERVER, i, argv, env, seat.node, server_cpus(config), seat.devices))
     return specs
+
+
+def server_cpus(config: Config) -> int:
+    """CPUs of a server. On devices each worker has a thread of its own, beside the engine's loop and the planes."""
+    return config.cluster.server_threads * config.rollout.tp + 2 * (config.cluster.device != "cpu")
 
 
 def spare_server(config: Config, folder: RunFolder, index: int, devices: Sequence[str], grace_s: float) -> ProcessSpec:
@@ -170,4 +173,4 @@ def spare_server(config: Config, folder: RunFolder, index: int, devices: Sequenc
     if devices:
         env[VISIBLE[config.cluster.device]] = ",".join(devices)
     argv = _argv(config, SERVER, folder, "--index", str(index), "--grace-s", f"{grace_s:g}")
-    return ProcessSpec(SERVER, index, argv, env, cpus=config.cluster.server_threads * config.rollout.tp)
+    return ProcessSpec(SERVER, index, argv, env, cpus=server_cpus(config))

@@ -180,6 +180,7 @@ class _Unit:
     most: int
     times: int = 0
     has_worked: bool = False
+    failed_first: bool = False  # before its first heartbeat
     due: float | None = None
     over: bool = False
     launches: int = 0
@@ -223,8 +224,9 @@ class Restarts:
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1
             return self._again(unit, ended, now, BACK_OFF_S * LONGER ** min(unit.times - 1, GROWTHS))
-        if not observes and (ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0)):
-            # A process that failed before its first heartbeat is likely to fail again.
+        first = not (unit.has_worked or ended.code < 0)
+        unit.failed_first = first or (unit.failed_first and not unit.has_worked)
+        if not observes and (ended.code in NON_RETRYABLE or (first and self._fails_again(ended.spec.role))):
             return RestartVerdict(ended=ended, ends_run=True)
         temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
         if not temporary and unit.times >= unit.most:
@@ -233,6 +235,11 @@ class Restarts:
         growths = max(0, unit.times - 1)
         wait_s = BACK_OFF_S * LONGER ** (min(growths, GROWTHS) if observes else growths)
         return self._again(unit, ended, now, wait_s, 0 if temporary else unit.times)
+
+    def _fails_again(self, role: str) -> bool:
+        """Whether what fails before its first heartbeat will again: where few servers do, it is due to their nodes."""
+        servers = [unit for unit in self._units.values() if unit.specs[0].role == SERVER]
+        return role != SERVER or 2 * sum(unit.failed_first for unit in servers) >= len(servers)
 
     def _again(self, unit: _Unit, ended: ProcessExit, now: float, wait_s: float, times: int = 0) -> RestartVerdict:
         unit.due = now + wait_s

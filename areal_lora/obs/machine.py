@@ -42,7 +42,7 @@ FIGURES: dict[str, Callable[[Collection[float]], float]] = {
 
 GPU_READINGS: dict[str, Callable[[Any, Any], float]] = {  # of NVML and of the handle of a GPU
     "gpu_share": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,  # percent
-    "gpu_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
+    "gpu_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used / 2**30,  # v1: + reserved
     "gpu_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # milliwatts
     "gpu_celsius": lambda nvml, gpu: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
 }

@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -107,16 +107,21 @@ def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
 
 
 def wait_endpoint(
-    run_folder: RunFolder, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
+    run_folder: RunFolder,
+    role: str,
+    index: int,
+    timeout_s: float,
+    still_alive: Callable[[], bool] | None = None,
+    loading: Callable[[], Collection[str]] = tuple,
 ) -> Endpoint:
     """Wait until ``<role>-<index>`` has published; reported on stderr every 10 s.
 
-    Raises ProcessFailed at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot be read is
-    waited for like one that is not there.
+    Raises ProcessFailed at ``timeout_s``, later while it is among the processes that ``loading`` returns, or as soon as
+    ``still_alive`` returns False. A file that cannot be read is waited for like one that is not there.
     """
     process = f"{role}-{index}"
     start = time.monotonic()
-    remind_at = start + REMIND_S
+    remind_at, until = start + REMIND_S, start + timeout_s
     while True:
         problem = ""
         try:
@@ -128,7 +133,7 @@ def wait_endpoint(
         now = time.monotonic()
         if still_alive is not None and not still_alive():
             raise ProcessFailed(f"{process} ended before it published its ports; see {run_folder.log(process)}")
-        if now - start >= timeout_s:
+        if now >= until and process not in loading():
             raise ProcessFailed(
                 f"{process} did not publish its ports within {timeout_s:.0f} s{problem}; see {run_folder.log(process)}"
             )
@@ -138,13 +143,19 @@ def wait_endpoint(
         time.sleep(POLL_S)
 
 
-def wait_servers(run_folder: RunFolder, count: int, timeout_s: float) -> None:
-    """Wait for the first ``count`` servers but abandoned ones. Raises ProcessFailed, also if none remains."""
+def wait_servers(
+    run_folder: RunFolder, count: int, timeout_s: float, loading: Callable[[], Collection[str]] = tuple
+) -> None:
+    """Wait for the first ``count`` servers but abandoned ones, for one that is ``loading`` its model without a limit.
+
+    Raises ProcessFailed, also if none remains.
+    """
     remaining = 0
     for index in range(count):
         excluded = run_folder.excluded(f"server-{index}")
         try:
-            wait_endpoint(run_folder, "server", index, timeout_s, lambda excluded=excluded: not excluded.exists())  # type: ignore[misc]
+            alive = lambda excluded=excluded: not excluded.exists()  # noqa: E731
+            wait_endpoint(run_folder, "server", index, timeout_s, alive, loading)
             remaining += 1
         except ProcessFailed:
             if not excluded.exists():

@@ -219,8 +219,8 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
     """Build rank 0's publish role, which announces the servers of each active version to what drives the adapter."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
-    watch = RendezvousWatch(run_folder, config.rollout.tp)
-    wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
+    watch, servers = RendezvousWatch(run_folder, config.rollout.tp), LoadingServers(run_folder)
+    wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S, servers.names)
 
     def announce(active: PublishReport) -> None:
         rank_0.auditor.activated(active.ref, active.servers)
@@ -233,8 +233,6 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
     def waits(ref: AdapterRef, held: str) -> None:
         text = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
         set_status(run_folder, "trainer", 0, text)
-
-    servers = LoadingServers(run_folder)
 
     def loading() -> Sequence[str]:
         names = servers.names()

@@ -66,13 +66,13 @@ def test_a_whole_run_on_one_card(
     ]
     command = [sys.executable, "-m", "areal_lora.launch", *configs("one_gpu"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     folder = tmp_path / "gsm8k-grpo-one-gpu"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     publishes = [line for line in lines if line["kind"] == "publish"]
     rewards = [step["metrics"]["train/reward_mean"] for step in steps]
     figures = {
-        "exit_code": done.returncode,
         "steps": len(steps),
         "probe_mean_abs": max(p["probe_mean_abs"] or 0.0 for p in publishes),
         "commit_ms": max(p["phases_ms"].get("commit") or 0.0 for p in publishes),
@@ -83,8 +83,7 @@ def test_a_whole_run_on_one_card(
         "reward_first_quarter": float(np.mean(rewards[:5])),
         "reward_last_quarter": float(np.mean(rewards[-5:])),
     }
-    record(f"exit code 0, served - trainer <= {limit}, commit < 2 ms, no server lost, reward rises", figures)
-    assert done.returncode == 0, done.stderr[-3000:]
+    record(f"served - trainer <= {limit}, commit < 2 ms, no server lost, reward rises", figures)
     # CPUs give up to 0.047 in bfloat16, 0.13 with weights and activations in fp8. A version that does not arrive is
     # found by the publish, which ends the run.
     assert figures["probe_mean_abs"] <= limit

@@ -127,24 +127,32 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
 
 def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> Iterator[Finding]:
     used, configured = config.rollout.gpu_memory_utilization, config.rollout.kv_cache_gib
+    staging = sizing.staging_of(replica)
+    left = limit - (int(used * limit) if configured is None else replica.device - staging)
+    if staging > left and not shared_devices(config):
+        needs = f"publishes need about {staging / GIB:.1f} GiB of a server's device"
+        reason = f"{needs}, and {used:g} leaves {left / GIB:.1f} of {limit / GIB:.0f} beside vLLM's share"
+        fix = "lower it, or weight_sync.bucket_mib"
+        yield Finding("rollout.gpu_memory_utilization", reason, fix)
     if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
         gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
-        reason = f"a device of a server needs about {replica.device / GIB:.0f} GiB {why} and gets {gets}"
+        reason = f"a device of a server needs about {(replica.device - staging) / GIB:.0f} GiB {why} and gets {gets}"
         fix = f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}"
-        yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit)))
+        yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit) + staging))
 
 
 def _both(config: Config, rank: Memory, replica: Memory, limit: int) -> Iterator[Finding]:
     """One device that a trainer rank and a server share: vLLM claims its fraction of all memory at its start."""
     used = config.rollout.gpu_memory_utilization
-    free = int((1 - used) * limit)
+    staging = sizing.staging_of(replica)
+    free = int((1 - used) * limit) - staging
     if rank.device > free:
         leaves = f"{free / GIB:.0f} of {limit / GIB:.0f} GiB to the {rank.name} on the same device"
         reason = f"{used:g} leaves {leaves}, which needs about {rank.device / GIB:.0f}"
         smaller = "lower trainer.max_tokens_per_microbatch, or set trainer.recompute=full"
-        fix = f"lower it to the {replica.device / limit:.2f} that a server needs, {smaller}"
+        fix = f"lower it to the {(replica.device - staging) / limit:.2f} that a server needs, {smaller}"
         yield Finding("rollout.gpu_memory_utilization", reason, fix, severity=_severity(rank, free))
 
 

@@ -311,19 +311,22 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
 
     - Weights are divided by tp; one of a linear layer has one byte in fp8. Slots: `slots.slot_parameters`.
     - KV cache: as configured; on GPUs without ``kv_cache_gib`` what ``gpu_memory_utilization`` leaves (`kv_bytes`).
-    - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, and the logits of
-      ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
+    - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, or the two buffers of
+      its experts' kernels, and the logits of ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
     - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`), on the device
       that NCCL receives on, else page-locked and uploaded one by one; `MEASURED`. Merged weights have no slots, and
-      buckets and a copy of one version on the host everywhere (`MergedWeights`).
+      buckets and a copy of one version on the host everywhere (`MergedWeights`): page-locked for a device, in blocks
+      of powers of two, which for Qwen3's experts is a third more.
     """
     rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
     item = DTYPE_BYTES[config.model.dtype]
     merged = rollout.adapter_mode == "merged"
     held_slots = 0 if merged else slots.slot_count(config) * slots.slot_parameters(config, shape) * item
-    tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len)
-    width = max(shape.ffn if shape.dense_layers else 0, shape.experts_per_token * shape.expert_ffn)
-    step = tokens * (4 * shape.hidden + 3 * width // tp) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
+    tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len * on_cpu)
+    inner = shape.expert_ffn // tp
+    experts = shape.experts_per_token * (max(2 * inner, shape.hidden) + max(inner, shape.hidden))
+    width = max(3 * shape.ffn // tp if shape.dense_layers else 0, experts)
+    step = tokens * (4 * shape.hidden + width) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
     weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.quantised else 0)
     staging = staging_bytes(config, shape)
     version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
@@ -340,7 +343,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     over_host = slots.broadcast_backend(config) == "gloo"
     uploaded = 0 if merged else staging // STAGING_BUFFERS
     on_device = (uploaded if over_host else staging) + (0 if merged else MEASURED)
-    on_host = (staging if merged or over_host else 0) + version // tp
+    on_host = (staging if merged or over_host else 0) + 4 * version // (3 * tp)  # blocks of powers of two, see above
     graphs = 0 if rollout.engine_args.get("enforce_eager") else GPU_GRAPHS
     return (
         Part("base weights", device=weights // tp),
@@ -385,8 +388,13 @@ def kv_part(config: Config, shape: ModelShape) -> int:
 
 def kv_bytes(config: Config, shape: ModelShape, server: Memory, device_bytes: int) -> int:
     """KV cache that remains of one device with ``device_bytes``; negative where the server does not start."""
-    taken = server.device - kv_part(config, shape)
+    taken = server.device - staging_of(server) - kv_part(config, shape)
     return int(config.rollout.gpu_memory_utilization * device_bytes) - taken
+
+
+def staging_of(server: Memory) -> int:
+    """Bytes of one device that publishes take beside vLLM's share of it, which is filled before the first of them."""
+    return sum(part.device for part in server.parts if part.name == STAGING)
 
 
 def device_bytes(config: Config, found: int | None) -> int | None:

@@ -1,7 +1,7 @@
-"""Install the CPU kernels in every vLLM process (entry point ``vllm.general_plugins``).
+"""Prepare every vLLM process (entry point ``vllm.general_plugins``): engines of our server, and CPU kernels.
 
-On CPUs vLLM then supports LoRA on MoE experts, and its LoRA on linear layers is fast and correct. On
-other platforms the plugin changes nothing.
+On CPUs vLLM then supports LoRA on MoE experts, and its LoRA on linear layers is fast and correct. On other platforms
+the plugin changes nothing in vLLM's own servers.
 """
 
 import os
@@ -18,6 +18,9 @@ def register() -> None:
 
     if os.environ.get(SERVER_PID, str(os.getpid())) != str(os.getpid()):
         die_with_parent(signal.SIGKILL)  # engine and workers do not notice that the server was killed
+        from areal_lora.engine.vllm_ext.compat.engine import extend_engine_core
+
+        extend_engine_core()
 
     if current_platform.is_cpu():
         from areal_lora.engine.vllm_ext.compat.cpu_kernels import install_cpu_lora

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.errors import EnvironmentError_, ExitCode
-from areal_lora.launcher.plan import JobPlan, ProcessSpec
+from areal_lora.launcher.plan import JobPlan, ProcessSpec, server_cpus
 from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
 from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, quoted, step_options, task_script
@@ -36,7 +36,13 @@ RECORD_S = 1.0
 KILL_S, SRUN_S = 15.0, 5.0
 ASK_S = 15.0
 # Meant for a step of as many tasks on each node as sbatch was given.
-_OF_THE_JOB = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_HOSTFILE")
+_OF_THE_JOB = (
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_HOSTFILE",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,14 +236,13 @@ class SpareJob:
 def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
     devices = job.servers * rollout.tp
-    cpus = job.servers * cluster.server_threads * rollout.tp
     named = {"time": job.time_limit or slurm.time_limit, "partition": job.partition or slurm.partition}
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [
         f"--job-name={config.run.name}-servers",
         "--nodes=1",
         "--ntasks=1",
-        f"--cpus-per-task={cpus}",
+        f"--cpus-per-task={job.servers * server_cpus(config)}",
         *([] if cluster.device == "cpu" else [gres(config, slurm.gres_type, devices)]),
         *(f"--{name}={quoted(value)}" for name, value in named.items() if value),
         f"--output={quoted(log)}",

@@ -52,11 +52,12 @@ def step_options(config: Config, plan: JobPlan, role: str) -> list[str]:
 
     ``--mem=0`` gives the step the memory of its job: a cluster's default memory per CPU would give it less.
     ``--gpu-bind=none``: the plan chooses the devices of a process, by their number on the node. ``--cpu-bind=none``:
-    steps overlap, and one that binds may bind to the cores of another step of its node.
+    steps overlap, and one that binds may bind to the cores of another step of its node. No ``--cpus-per-task``, which
+    means ``--exact``: overlapping steps would all be confined to the first cores of their node.
     """
     specs = plan.role(role)
     words = [f"--het-group={plan.pool_of(specs[0].node)}"] if len(plan.pools) > 1 else []
-    words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0", "--cpu-bind=none"]
+    words += ["--mem=0", "--cpu-bind=none"]
     words += [] if config.cluster.device == "cpu" else ["--gpu-bind=none"]
     return [*words, *config.cluster.slurm.srun_extra.get(ROLES[role], [])]
 

@@ -51,7 +51,7 @@ UP = """\
 NAME="$1"; R=$(echo "$*" | sed 's/.*--run-folder //; s/ --index.*//')
 beat() { : > "$R/sessions/$AREAL_LORA_SESSION/heartbeats/$NAME"; }
 LIFE=${SLURM_RESTART_COUNT:-0}
-echo "up on $SLURMD_NODENAME in life $LIFE as $$"
+echo "up on $SLURMD_NODENAME with $SLURM_CPUS_ON_NODE CPUs in life $LIFE as $$"
 beat
 """
 # Once it is up a signal finds the trap set.
@@ -151,7 +151,7 @@ def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slur
     for i in range(4):
         assert f"rank {i} of 4 on {nodes[i // 2]}\n" in job.log(f"trainer-{i}")
     for name, node in (("controller-0", nodes[0]), ("server-0", nodes[1]), ("server-1", nodes[1])):
-        assert job.log(name).startswith(f"up on {node} ")
+        assert job.log(name).startswith(f"up on {node} with {int(ended['NumCPUs']) // 2} CPUs "), "all of the job's"
         assert "stopped in order" in job.log(name), "it was killed without having heard of it"
     session = job.folder / "sessions" / f"{job.id}-0"
     assert len(list(session.glob("steps/*/*.0"))) == 7

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+RESERVED = 500 << 20
+"""Bytes that the driver reserves: in use by the first version of `nvmlDeviceGetMemoryInfo` alone."""
+
 
 class NvmlError(Exception):
     pass
@@ -40,6 +43,7 @@ class FakeNvml:
     driver: bool = True
     NVMLError = NvmlError
     NVML_TEMPERATURE_GPU = 0
+    nvmlMemory_v2 = 2
 
     def nvmlDeviceGetCount(self) -> int:
         if not self.driver:
@@ -60,8 +64,9 @@ class FakeNvml:
     def nvmlDeviceGetIndex(self, handle: FakeGpu) -> int:
         return self.gpus.index(handle)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> SimpleNamespace:
-        return SimpleNamespace(total=80 << 30, used=int(handle.reading(handle.used_gib * 2**30)))
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: int | None = None) -> SimpleNamespace:
+        reserved = 0 if version == self.nvmlMemory_v2 else RESERVED
+        return SimpleNamespace(total=80 << 30, used=int(handle.reading(handle.used_gib * 2**30)) + reserved)
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> SimpleNamespace:
         return SimpleNamespace(gpu=handle.reading(handle.utilisation), memory=0)

@@ -117,6 +117,15 @@ def test_what_failed_before_it_ever_worked_is_started_again_only_if_it_was_kille
     assert not made.take(ended(1, role), 0.0, None).ends_run, "an earlier life worked"
 
 
+def test_servers_that_fail_before_they_ever_worked_end_the_run_once_they_are_half() -> None:
+    made = restarts(servers=5, times=1)
+    for index in (3, 3, 1, 1):
+        assert not made.take(ended(1, index=index), 0.0, None).ends_run
+    assert not made.take(ended(1, index=0), 0.0, 1.0).ends_run, "it has worked"
+    assert made.take(ended(1, index=4), 0.0, None).ends_run
+    assert restarts(servers=5).take(ended(64, index=4), 0.0, None).ends_run, "so would the others"
+
+
 def test_long_healthy_work_refills_the_budget() -> None:
     made = restarts(trainer_times=1)
     for _ in range(5):

@@ -104,10 +104,11 @@ def test_the_fake_has_the_functions_of_the_package(package: ModuleType) -> None:
     assert len(functions) == 8
     for name in functions:
         theirs = [*inspect.signature(getattr(package, name)).parameters]
-        assert [*inspect.signature(getattr(FakeNvml, name)).parameters][1:] == theirs[: 2 if "Temp" in name else 1], (
-            name
-        )
+        assert [*inspect.signature(getattr(FakeNvml, name)).parameters][1:] == theirs[
+            : 2 if "Temp" in name or "Memory" in name else 1
+        ], name
     assert package.NVML_TEMPERATURE_GPU == FakeNvml.NVML_TEMPERATURE_GPU
+    assert isinstance(package.nvmlMemory_v2, int)
     assert issubclass(package.NVMLError, Exception)
 
 

@@ -28,6 +28,21 @@ def test_servers_that_the_launcher_does_without_are_not_waited_for(tmp_path: Pat
         rendezvous.wait_servers(folder, 2, timeout_s=120)
 
 
+def test_a_server_that_loads_its_model_is_waited_for_beyond_the_limit(tmp_path: Path) -> None:
+    folder, reads = RunFolder(tmp_path), 0
+
+    def loading() -> list[str]:
+        nonlocal reads
+        if (reads := reads + 1) == 3:
+            rendezvous.publish_endpoint(folder, "server", 0, {"data": 7})
+        return ["server-0"]
+
+    rendezvous.wait_servers(folder, 1, 0.0, loading)
+    assert reads == 3
+    with pytest.raises(ProcessFailed, match="server-1 did not publish"):
+        rendezvous.wait_servers(folder, 2, 0.0, loading)
+
+
 def test_what_is_published_is_read(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 1, {"data": 1234, "admin": 1235})
     endpoint = rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 1, timeout_s=120)

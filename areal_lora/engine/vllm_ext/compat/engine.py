@@ -66,10 +66,15 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
         import_classes(arguments.model)
     fork_engines()
     FlatLogprobs.append_fast, FlatLogprobs.extend = append_kept, extend_kept
-    for method in (kv_cache_share, follow_version):
-        setattr(EngineCore, method.__name__, method)
+    extend_engine_core()
     config = arguments.create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def extend_engine_core() -> None:
+    """Give vLLM's engine core the methods that the server calls: also in an engine that is spawned, as under WSL."""
+    for method in (kv_cache_share, follow_version):
+        setattr(EngineCore, method.__name__, method)
 
 
 def append_kept(

@@ -1,6 +1,5 @@
 """Adapt vLLM's second model runner, its default where Triton is: see `compat.model_runner`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ class SecondRunner:
             raise AdapterError(f"vLLM samples with {type(sampler).__name__}, whose log-probabilities are not known")
         sampler.__class__, prompts.__class__ = OwnSampler, OwnPromptLogprobs
         sampler.kept = np.zeros(self._runner.max_num_reqs, bool)
+        sampler.kept_on_device = torch.zeros(self._runner.max_num_reqs, dtype=torch.bool, device=self._runner.device)
         prompts.temperatures = np.ones(self._runner.max_num_reqs, np.float32)
 
     def sampled(self, lora_id: int) -> dict[str, int]:
@@ -44,17 +44,23 @@ class SecondRunner:
 
 
 class OwnSampler(Sampler):
-    """Log-probabilities of the distribution before ``top_k`` and ``top_p``, and what of it remains for `KEPT`."""
+    """Log-probabilities of the distribution before ``top_k`` and ``top_p``, and what of it remains for `KEPT`.
+
+    Nothing waits for the device: vLLM prepares a step while the one before is computed.
+    """
 
     kept: np.ndarray
     """By the place of a request, whether it is a `KEPT` one."""
+    kept_on_device: torch.Tensor
     _whole: torch.Tensor | None = None  # logits of the step before truncation, if there is any
-    _rows: Sequence[int] = ()  # of `KEPT` requests in the step
+    _kept: torch.Tensor | None = None  # [rows, 1], of the step; None if no request is
     _left: torch.Tensor  # [rows, 1], the log of the share that remains
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         super().add_request(req_idx, sampling_params)
-        self.kept[req_idx] = bool(extra_args(sampling_params).get(KEPT))
+        kept = bool(extra_args(sampling_params).get(KEPT))
+        if kept != self.kept[req_idx]:
+            self.kept[req_idx] = self.kept_on_device[req_idx] = kept
 
     def apply_sampling_params(
         self,
@@ -69,8 +75,8 @@ class OwnSampler(Sampler):
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *further, **named
         )
         top_k, top_p = self.sampling_states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
-        if self._rows and top_k is not None:
-            made[self._rows] = keep_first(made[self._rows], top_k[self._rows])
+        if self._kept is not None and top_k is not None:
+            made = torch.where(self._kept, keep_first(made, top_k), made)
         self._whole = None if top_k is None and top_p is None else made.clone()  # truncation works in place
         return made
 
@@ -83,21 +89,22 @@ class OwnSampler(Sampler):
         *further: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows = np.flatnonzero(self.kept[idx_mapping_np]).tolist()
-        if rows:  # before what min_tokens and min_p remove
-            temperature = self.sampling_states.temperature.gpu[expanded_idx_mapping[rows]]
-            total = (logits[rows].float() / temperature[:, None]).logsumexp(dim=-1, keepdim=True)
+        some = self.kept[idx_mapping_np].any()
+        kept = self._kept = self.kept_on_device[expanded_idx_mapping, None] if some else None
+        if kept is not None:  # before what min_tokens and min_p remove
+            temperature = self.sampling_states.temperature.gpu[expanded_idx_mapping]
+            total = (logits.float() / temperature[:, None]).logsumexp(dim=-1, keepdim=True)
         sampled, cut = super().sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *further, **named)
         logprobs = cut if self._whole is None else self._whole
-        if rows:
-            logprobs[rows] = cut[rows]
-            self._left = cut[rows].float().logsumexp(dim=-1, keepdim=True) - total
+        if kept is not None:
+            logprobs = torch.where(kept, cut, logprobs)
+            self._left = torch.where(kept, cut.float().logsumexp(dim=-1, keepdim=True) - total, 0.0)
         return sampled, logprobs
 
     def __call__(self, *given: Any, **named: Any) -> SamplerOutput:
         made = super().__call__(*given, **named)
-        if self._rows and made.logprobs_tensors is not None:
-            made.logprobs_tensors.logprobs[self._rows] += self._left  # vLLM has normalized what remains
+        if self._kept is not None and made.logprobs_tensors is not None:
+            made.logprobs_tensors.logprobs.add_(self._left)  # vLLM has normalized what remains
         return made
 
 

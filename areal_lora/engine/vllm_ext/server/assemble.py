@@ -126,7 +126,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=longest,
         max_num_seqs=max_num_seqs(config),
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest),
+        # CPUs do not split a prompt, so that one step must hold the longest.
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest * on_cpu),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
         enable_prefix_caching=not rollout.deterministic,

@@ -362,6 +362,24 @@ def test_staging_is_what_the_layout_of_the_wire_asks_for() -> None:
     assert gloo.host == pytest.approx(2 * RING * sum(longest), rel=0.03), "page-locked, of two workers"
 
 
+def test_publishes_need_room_beside_vllms_share() -> None:
+    """vLLM fills its share with the KV cache before the first publish."""
+    keys = ["cluster.device_memory_gib=80", "rollout.gpu_memory_utilization=0.999"]
+    [found] = check(load_config([MOE], keys), FACTS)
+    assert (found.path, found.severity) == ("rollout.gpu_memory_utilization", Severity.ERROR)
+    assert "publishes need about 0.7 GiB of a server's device, and 0.999 leaves 0.1 of 80" in found.reason
+    assert check(load_config([MOE], [*keys, "rollout.kv_cache_gib=10"]), FACTS) == ()
+
+
+def test_a_step_of_a_server_is_as_long_as_configured_where_prompts_are_split() -> None:
+    longer, on_cpu = "rollout.max_model_len=32768", ["cluster.device=cpu", "weight_sync.backend=gloo"]
+    short, long = (part(estimate(*more)["server replica"], "activations") for more in ([], [longer]))
+    assert short == long > 0
+    whole = [estimate(*on_cpu, *more)["server replica"].parts for more in ([], [longer])]
+    short, long = (next(p.host for p in parts if p.name == "activations") for parts in whole)
+    assert short < long
+
+
 def test_one_device_for_trainer_and_server() -> None:
     facts = Facts(hf_config=known_config("Qwen/Qwen2.5-1.5B-Instruct"))
     assert check(load_config([ONE_GPU]), facts) == ()

@@ -26,6 +26,7 @@ def test_a_job_has_one_node_with_devices_for_its_servers_and_is_not_requeued() -
     assert {
         "#SBATCH --nodes=1",
         "#SBATCH --gres=gpu:h100:6",
+        "#SBATCH --cpus-per-task=12",
         "#SBATCH --partition=big",
         "#SBATCH --qos=low",
         "#SBATCH --no-requeue",

@@ -89,14 +89,12 @@ def test_a_component_asks_for_its_own_nodes() -> None:
 
 def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
     config, plan = job()
-    assert step_options(config, plan, "server") == [
-        "--cpus-per-task=4",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--gpu-bind=none",
-    ]
-    assert step_options(config, plan, "trainer")[0] == "--cpus-per-task=8"
-    assert step_options(config, plan, "controller")[0] == "--cpus-per-task=2"
+    assert step_options(config, plan, "server") == ["--mem=0", "--cpu-bind=none", "--gpu-bind=none"]
+    assert {role: {spec.cpus for spec in plan.role(role)} for role in ("server", "trainer", "controller")} == {
+        "server": {4},
+        "trainer": {8},
+        "controller": {2},
+    }
 
 
 def test_options_of_a_step_in_their_component() -> None:
@@ -104,7 +102,6 @@ def test_options_of_a_step_in_their_component() -> None:
     config, plan = job(*HETJOB, extra, "cluster.slurm.srun_extra.controller=[--cpu-bind=cores]")
     assert step_options(config, plan, "server") == [
         "--het-group=1",
-        "--cpus-per-task=4",
         "--mem=0",
         "--cpu-bind=none",
         "--gpu-bind=none",

@@ -66,6 +66,12 @@ def test_further_arguments_reach_vllm() -> None:
         args_of("rollout.engine_args.quantisation=fp8")
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 2049), ("cuda", 1024)])
+def test_a_step_holds_a_whole_prompt_only_where_prompts_are_not_split(device: str, tokens: int) -> None:
+    keys = ("rollout.max_model_len=2048", "rollout.max_num_batched_tokens=1024", "rollout.kv_cache_gib=1")
+    assert args_of(f"cluster.device={device}", *keys).max_num_batched_tokens == tokens
+
+
 def test_merged_experts_have_a_kernel_of_their_order_unless_another_is_chosen() -> None:
     merged = ("rollout.adapter_mode=merged", "cluster.device=cuda", "rollout.kv_cache_gib=1")
     assert args_of(*merged).moe_backend == "triton"
