@@ -171,7 +171,7 @@ def check_widths(config: TrainerConfig, shape: ModelShape) -> None:
 HEAD_WEIGHT, HEAD_BIAS = "value_head.weight", "value_head.bias"
 
 ALIGN = 8
-"""Elements: 16 bytes of a 16-bit type, as torch's grouped matrix product on GPUs asks of an address."""
+"""Elements: 16 bytes of a 16-bit type, as torch's grouped matrix product on GPUs requires of an address."""
 
 
 class Range(IntEnum):
