@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal_lora.engine.base import DTYPES
-from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, is_routed
 from areal_lora.engine.common.transfer_plan import PackPlan, load_plan, pack_plan, wire_layout
 from areal_lora.engine.layers.active import site_key
 from areal_lora.engine.layers.expert_mlp import ExpertLora
@@ -58,6 +58,12 @@ class AdapterMemory:
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, Packer] = {}
+
+    @cached_property
+    def groups(self) -> int:
+        """Of its rows in a grouped product, on any rank: one, or with routed experts one of each that a rank has."""
+        routed = any(is_routed(key.scope) for key in self.model.sites(self.spec))
+        return self.model.layout.experts_per_rank if routed else 1
 
     def refresh(self) -> None:
         """Cast the weights for the layers: before each pass, as a step or a load may have changed them."""

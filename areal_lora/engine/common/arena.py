@@ -7,9 +7,9 @@ All adapter parameters of a rank are views of one flat tensor, and so are their 
 *split* parts are divided over a tensor-parallel group, *whole* ones are replicated over it; dense
 sites use the tensor-parallel group, routed experts the expert-tensor-parallel one. Each range is
 in site order, so a run of consecutive sites is one piece of memory to gather; zeros fill it up, so that
-the ranks that share it can each step an equal part. The matrices of a
-rank's experts of one linear layer are stacked, whether Megatron keeps the experts in one module
-or in one each.
+the ranks that share it can each step an equal part. Zeros also let every stack start at a multiple of `ALIGN` elements.
+The matrices of a rank's experts of one linear layer are stacked, whether Megatron keeps the experts in one module or in
+one each.
 
 Column-parallel layers (qkv, fc1) split lora_B over its rows, row-parallel ones (proj, fc2) split
 lora_A over its columns. All ranks of a pipeline stage have the same arrangement. The value head of a critic is at the
@@ -170,6 +170,9 @@ def check_widths(config: TrainerConfig, shape: ModelShape) -> None:
 
 HEAD_WEIGHT, HEAD_BIAS = "value_head.weight", "value_head.bias"
 
+ALIGN = 8
+"""Elements: 16 bytes of a 16-bit type, as torch's grouped matrix product on GPUs requires of an address."""
+
 
 class Range(IntEnum):
     """The four parts of a rank's memory, in order."""
@@ -289,19 +292,23 @@ def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
         whole = Range(bank.split + 1)
         a_part, b_part = (whole, bank.split) if bank.column_parallel else (bank.split, whole)
         placed.append((replace(bank, a=sizes[a_part], b=sizes[b_part]), a_part, b_part))
-        sizes[a_part] += math.prod(bank.a_shape)
-        sizes[b_part] += math.prod(bank.b_shape)
+        sizes[a_part] += _rounded(math.prod(bank.a_shape), ALIGN)
+        sizes[b_part] += _rounded(math.prod(bank.b_shape), ALIGN)
     before_head = sizes[Range.DENSE_WHOLE]
     has_head = spec.value_head and rank >= model.layout.first_rank_of_last_stage()  # all ranks of the last stage
     if has_head:
         sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
-    unit = model.layout.ranks_per_stage  # a multiple of the replicas of every range
-    bounds = tuple(accumulate((-(-size // unit) * unit for size in sizes), initial=0))
+    unit = math.lcm(model.layout.ranks_per_stage, ALIGN)  # a multiple of the replicas of every range
+    bounds = tuple(accumulate((_rounded(size, unit) for size in sizes), initial=0))
     return Arena(
         banks=tuple(replace(bank, a=bounds[a] + bank.a, b=bounds[b] + bank.b) for bank, a, b in placed),
         bounds=bounds,
         head=bounds[Range.DENSE_WHOLE] + before_head if has_head else None,
     )
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 class Span(NamedTuple):

@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from areal_lora.engine.layers.active import PackedTokens, kept
 
 ALIGN_BYTES = 16  # torch's grouped matrix product wants rows that start at multiples of this
+MOST_GROUPS = 1023  # that it takes on GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The rows of each group: group e has those before ``ends[e]``, [n] int32 on their device.
 
-    Weights are [n, ...], or [...] for all groups. Each product is one launch whatever n is, and none reads ``ends`` on
-    the host.
+    Weights are [n, ...], or [...] for all groups. A product of bfloat16 on Hopper and data-centre Blackwell GPUs is one
+    launch whatever n is, up to `MOST_GROUPS`, and does not read ``ends`` on the host. In other types and on other
+    devices, torch waits for a copy of ``ends`` on the host and launches n products.
     """
 
     ends: Tensor

@@ -370,8 +370,11 @@ def _add(site: Site, memory: AdapterMemory, bank: Bank) -> None:
         site.residents[name] = memory.experts(bank)
         return
     (lora_a, lora_b), (scale, sites) = memory.parameters(bank, 0), memory.scale_and_sites(bank)
-    # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
-    over_sequence = not get_adapter_attributes_from_linear(site.to_wrap).disable_sequence_parallel_comm
+    # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads: of the whole
+    # sequence. From version 2.4 on their backward pass drops the gradient of that, and adds the one of a rank's part.
+    linear, found = site.to_wrap, get_adapter_attributes_from_linear(site.to_wrap)
+    linear.return_layernorm_output_gathered = False
+    over_sequence = linear.config.sequence_parallel and not found.disable_tensor_parallel_comm
     site.residents[name] = ParallelAdapter(
         lora_a=lora_a,
         lora_b=lora_b,

@@ -23,6 +23,7 @@ from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.data.collate import assert_staleness, collate, contradiction
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.distributed.store import first_problem
+from areal_lora.engine.layers.grouped_lora import MOST_GROUPS
 from areal_lora.errors import AlignmentError
 from areal_lora.operations.protocol import DropState, Operation, OptimStep, Pass, Poison, Publish
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -236,23 +237,26 @@ def _of_clients(trainer: Trainer) -> w.Operations | None:
     budget = layout.max_tokens_per_microbatch * (layout.world_size // (layout.tp * layout.pp))
     waiting = (each.operation for each in chain((first,), ready))
     alone = trainer.config.rollout.deterministic or layout.moe_dispatcher != "alltoall"
-    operations = joint(waiting, 0 if alone else budget)
+    operations = joint(waiting, 0 if alone else budget, lambda name: trainer.engine.resident(name).memory.groups)
     return w.JointPass(adapter=first.adapter, operations=operations)
 
 
-def joint(ready: Iterable[Operation], token_budget: int) -> tuple[Operation, ...]:
+def joint(ready: Iterable[Operation], token_budget: int, groups: Callable[[str], int]) -> tuple[Operation, ...]:
     """The first operation that is ``ready``, a pass, and those that are computed with it, in their order.
 
     ``ready`` has one of each adapter, in order of turns. Passes join that have gradients as the first has, or none as
-    it, until one exceeds the rest of ``token_budget``: a later one does not overtake it.
+    it, until one exceeds the rest of ``token_budget``, or with its adapter a product has too many groups: a later one
+    does not overtake it. All adapters have as many ``groups`` in a product as the one with most of them.
     """
-    found, backward = list[Operation](), None
+    found, backward, most = list[Operation](), None, 1
     for operation in ready:
         if not isinstance(what := operation.what, Pass) or backward not in (None, what.backward):
             continue
         backward, token_budget = what.backward, token_budget - what.n_tokens
-        if not found or token_budget >= 0:
-            found.append(operation)
+        most = max(most, groups(operation.adapter))
+        if found and (token_budget < 0 or most * (len(found) + 1) > MOST_GROUPS):
+            break
+        found.append(operation)
         if token_budget <= 0:
             break
     return tuple(found)

@@ -1,8 +1,8 @@
 """LoRA around layers that answer as Transformer Engine's do: what each of two ranks does, and the whole model.
 
 The stand-ins keep TE's contract, with plain collectives of their own. A layer with a norm inside returns
-``((out, normed), None)``, where ``normed`` is of the whole sequence if ``return_layernorm_output_gathered`` is set; its
-backward pass sums the gradients of ``normed`` over the ranks. A row-parallel layer returns ``(out, None)``.
+``((out, normed), None)``. Its backward pass adds the gradient of ``normed``, unless that is of the whole sequence: with
+``return_layernorm_output_gathered`` TE drops it from version 2.4 on. A row-parallel layer returns ``(out, None)``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class LayerNormColumn(_Layer):
         out = total @ self.weight.t()
         if not self.return_layernorm_output:
             return out, None
-        return (out, total if self.return_layernorm_output_gathered else part), None
+        return (out, total.detach() if self.return_layernorm_output_gathered else part), None
 
 
 class Row(_Layer):
@@ -170,7 +170,7 @@ def own_part(name: str, n: Numbers, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def adapted(seed: int, overlap: bool) -> dict[str, Any]:
-    """One rank: output, and gradients by name as `whole` has them, each a part or a piece; ``gathered`` by layer."""
+    """One rank: output, and gradients by name as `whole` has them, each a part or a piece."""
     from megatron.bridge.peft import utils
 
     from areal_lora.engine.common.adapter_memory import AdapterMemory
@@ -181,7 +181,7 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
     from areal_lora.families.shape import ModelShape
 
     utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, LayerNormColumn
-    utils.TECL, utils.TERL, utils.version = (LayerNormColumn,), (Row,), lambda name: "2.3.0"
+    utils.TECL, utils.TERL, utils.version = (LayerNormColumn,), (Row,), lambda name: "2.18.0"
     trainer, rank, n = TrainerConfig(world_size=TP, tp=TP), dist.get_rank(), numbers(seed)
     initialize_parallel(trainer, torch.device("cpu"))
 
@@ -218,5 +218,4 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
         (y * n.weight.chunk(TP)[rank]).sum().backward()
     grads = {f"a.{name}": site.residents["a"].lora_a.grad for name, site in sites.items()}
     grads |= {f"b.{name}": site.residents["a"].lora_b.grad for name, site in sites.items()}
-    found = {name: t.double().numpy() for name, t in ({"out": y.detach(), "x": x.grad} | grads).items()}
-    return {"values": found, "gathered": {m: sites[m].to_wrap.return_layernorm_output_gathered for m in COLUMN}}
+    return {name: t.double().numpy() for name, t in ({"out": y.detach(), "x": x.grad} | grads).items()}

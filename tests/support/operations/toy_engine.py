@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ class Resident:
 
     spec: AdapterSpec
     optimizer: OptimizerConfig
+    memory: Any = field(default_factory=lambda: SimpleNamespace(groups=1))
     parts: dict[str, Tensor] = field(default_factory=lambda: {part: torch.zeros(VOCABULARY) for part in PARTS})
     gradient: Tensor = field(default_factory=lambda: torch.zeros(VOCABULARY))
     step_count: int = 0

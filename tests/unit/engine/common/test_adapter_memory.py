@@ -99,3 +99,21 @@ def test_launches_of_fingerprints_do_not_grow_with_names() -> None:
         measure = partial(shard._chunks.measure, shard._table.marks(KEYS.multipliers), shard._flat, 0)
         counted.append(launches(partial(measure, len(shard.shard.tensors))))
     assert counted[0] == counted[1] <= 50
+
+
+@pytest.mark.parametrize(
+    ("targets", "experts", "groups"),
+    [(TARGETS, 8, 4), (("linear_fc2",), 8, 4), (("linear_qkv", "linear_proj"), 8, 1), (TARGETS, 0, 1)],
+)
+@pytest.mark.parametrize("layout", ExpertLayout)
+def test_rows_form_groups_by_expert_where_experts_are_adapted(
+    targets: tuple[str, ...], experts: int, groups: int, layout: ExpertLayout
+) -> None:
+    """Also on the first stage, whose layers have no experts here."""
+    sizes = {"hidden": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "ffn": 8, "expert_ffn": 8, "dense": {0}}
+    shape = make_shape("qwen3_moe", layers=2, experts=experts, **sizes)  # type: ignore[arg-type]
+    place = ParallelLayout.of(TrainerConfig(world_size=4, pp=2, ep=2), layers=2, experts=experts)
+    spec = AdapterSpec(name="a", base_model="m", rank=2, alpha=4, target_modules=targets, expert_layout=layout)
+    for rank in range(4):
+        memory = AdapterMemory(ShardedModel(shape=shape, layout=place), spec, rank, torch.device("cpu"))
+        assert memory.groups == groups

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.engine.common.arena import ParallelLayout, check_widths, context_groups
+from areal_lora.engine.common.arena import ParallelLayout, ShardedModel, arrange, check_widths, context_groups
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
+from areal_lora.types import AdapterSpec, ExpertLayout
 
 SIZES = [
     dict(zip(("tp", "pp", "ep", "etp", "cp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=5)
@@ -131,3 +132,23 @@ def test_widths_that_do_not_divide_are_refused(sizes: dict[str, int], model: dic
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], model: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         ParallelLayout.of(TrainerConfig(world_size=8, **sizes), **{"layers": 4, "experts": 8, **model})
+
+
+@pytest.mark.parametrize("layout", ExpertLayout)
+@pytest.mark.parametrize("sizes", [{"world_size": 6}, {"world_size": 6, "ep": 2}, {"world_size": 6, "tp": 2, "etp": 2}])
+def test_every_stack_starts_at_16_bytes_in_16_bits(sizes: dict[str, int], layout: ExpertLayout) -> None:
+    """A grouped matrix product on GPUs takes no other address. The last number of a value head is its bias."""
+    shape = ModelShape.from_hf({**MOE, "moe_intermediate_size": 60})
+    model = ShardedModel(shape=shape, layout=ParallelLayout.of(TrainerConfig(**sizes), layers=shape.layers, experts=8))
+    for rank, value_head in itertools.product((1, 3, 16), (False, True)):
+        spec = AdapterSpec(
+            name="a",
+            base_model="m",
+            rank=rank,
+            alpha=1.0,
+            target_modules=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+            expert_layout=layout,
+            value_head=value_head,
+        )
+        for bank in arrange(model, spec, 0).banks:
+            assert (bank.a * 2 % 16, bank.b * 2 % 16) == (0, 0), (rank, value_head, bank)

@@ -7,6 +7,7 @@ the plans and compared with `to_hf`; loading goes the other way. Real ranks: tes
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.common import transfer_plan as plans
-from areal_lora.engine.common.arena import Arena, ParallelLayout, ShardedModel, arrange
+from areal_lora.engine.common.arena import ALIGN, Arena, ParallelLayout, ShardedModel, arrange
 from areal_lora.families.family import Scope
 from areal_lora.families.sites import SiteKey
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -96,9 +97,13 @@ def memory(model: ShardedModel, spec: AdapterSpec, rank: int, arena: Arena) -> n
     for part in plans.Range:
         start, end = arena.extent(part)
         assert (end - start) % model.layout.ranks_per_stage == 0, "its replicas step equal parts"
-        filled = int(unused[start:end].sum())
-        assert filled < model.layout.ranks_per_stage, "memory that no site uses"
-        assert unused[end - filled : end].all()
+        ends = {it for bank in arena.banks for it in (bank.a, bank.b) if start < it < end} | {end}
+        last = math.lcm(model.layout.ranks_per_stage, ALIGN)
+        for at in ends:
+            filled = int(np.argmin(unused[start:at][::-1])) if not unused[start:at].all() else at - start
+            assert filled < (last + ALIGN if at == end else ALIGN), "memory that no site uses"
+            unused[at - filled : at] = False
+    assert not unused.any(), "a gap that ends where no matrix starts"
     return values
 
 

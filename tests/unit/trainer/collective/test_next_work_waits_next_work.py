@@ -131,6 +131,24 @@ def test_which_passes_are_computed_together(name: str) -> None:
     """GOOD has three tokens. Nothing is looked at that could not join any more."""
     ready, budget, wanted = READY[name]
     waiting = iter([Operation(adapter=adapter, number=1, what=what) for adapter, what in ready])
-    assert "".join(each.adapter for each in joint(waiting, budget)) == wanted
+    assert "".join(each.adapter for each in joint(waiting, budget, lambda _: 1)) == wanted
     left = "".join(each.adapter for each in waiting)
     assert left == {"the first has any size": "b", "what is left is too little": "c", "no budget": "b"}.get(name, "")
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"),
+    [
+        ([1] * 4, 4),
+        ([256] * 4, 3),
+        ([341] * 4, 3),
+        ([342] * 4, 2),
+        ([1, 1, 1, 256], 3),
+        ([1023] * 4, 1),
+        ([1, 1023], 1),
+    ],
+)
+def test_no_product_of_a_joint_pass_has_1024_groups(groups: list[int], wanted: int) -> None:
+    """Torch refuses them on GPUs. Each adapter has a group for each expert that any of them adapts."""
+    waiting = (Operation(adapter=f"{i}", number=1, what=LEARN) for i in range(len(groups)))
+    assert [each.adapter for each in joint(waiting, 1000, lambda name: groups[int(name)])] == list("0123"[:wanted])
