@@ -165,11 +165,16 @@ def _layers(config: GPTModelProvider, vp_stage: int | None = None, *, on_cpu: bo
     norm = {"normalization": "RMSNorm"} if on_cpu else {}
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=not on_cpu, vp_stage=vp_stage, **norm)
     for layer in block.layer_specs:
-        parts = layer.submodules
-        parts.self_attention.submodules.core_attention = modules.PackedAttention
-        if "experts" in vars(parts.mlp.submodules):
-            parts.mlp.submodules.experts = ModuleSpec(module=modules.GroupedExperts)
+        attention, mlp = _submodules(layer.submodules.self_attention), _submodules(layer.submodules.mlp)
+        attention.core_attention = modules.PackedAttention
+        if "experts" in vars(mlp):
+            mlp.experts = modules.GroupedExperts
     return block
+
+
+def _submodules(part: ModuleSpec | partial[Any]) -> Any:
+    """Those of a part of a layer: of its specification, or with newer versions of Megatron-core of the function that builds it."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def initialize_parallel(trainer: TrainerConfig, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
