@@ -58,6 +58,9 @@ class KeptRoutes:
         self._manager, self._places, self._size = manager, places, block_size
         self._cached: dict[str, tuple[int, np.ndarray]] = {}
 
+    def max_cache_hit(self, request: Request) -> None:
+        """No limit: routes are kept as long as keys and values. From vLLM 0.33 on."""
+
     def start(self, request: Request, blocks: Sequence[Any], n: int) -> None:
         """The first ``n`` tokens of ``request`` are in ``blocks``. A last one in part is another's, and may change.
 
@@ -139,13 +142,13 @@ class GroupScheduler(Scheduler):
             return False
         return ready
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
-        hit = self._find_hit(request)
+    def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> tuple[Any, int, int, bool]:
+        hit = self._find_hit(request, *limit)  # from vLLM 0.33 on with the most tokens that may be cached
         if self.aux_output_connector is not None:
             self.aux_output_connector.start(request, hit[0].blocks[0], hit[1])
         return hit
 
-    def _find_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+    def _find_hit(self, request: Request, *limit: int | None) -> tuple[Any, int, int, bool]:
         first = self._first(request)
         if first is not None:
             computed = request.num_tokens - 1  # sampling needs the hidden state of the last token
@@ -153,7 +156,7 @@ class GroupScheduler(Scheduler):
             return self.kv_cache_manager.create_kv_cache_blocks(shared), computed, 0, False
         if self._shares(request):
             self._computing[_key(request)] = request
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *limit)
 
     def _first(self, request: Request) -> Request | None:
         """The running request that has computed, or is computing, the prompt that ``request`` starts with."""
