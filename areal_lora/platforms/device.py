@@ -6,6 +6,7 @@ a `Lane`, so its order can be tested without one.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import numpy as np
 import torch
@@ -36,15 +37,21 @@ sheets give the peak with sparsity, twice the dense one."""
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
-    """Select this process's device among the visible ones and make it current in the calling thread.
-
-    Every other thread must select it too: a thread starts on device 0.
-    """
+    """This process's device among the visible ones, selected in the calling thread."""
     if collective_of(kind) == COLLECTIVES["cpu"]:
         return torch.device("cpu")
     device = torch.device(kind, local_rank)
-    torch.get_device_module(device).set_device(device)
+    select_device(device)
     return device
+
+
+def select_device(device: torch.device) -> None:
+    """Make ``device`` current in the calling thread. Call it in each thread that works on a device.
+
+    A thread starts on device 0. Leaving a stream there would give this process a context on another one's device.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
 
 
 @contextmanager
@@ -104,13 +111,14 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 class Lane:
-    """A stream of an accelerator of any kind: work in the order in which it was queued.
+    """A stream of an accelerator of any kind: work in the order in which it was queued, by any threads.
 
-    The host knows of an end only by ``synchronize``.
+    The host knows of an end only by ``synchronize``. torch gives streams out of a pool for each priority, and the 33rd
+    is the first again: another pool than the default one keeps it apart from those on which models run.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._stream = device, torch.Stream(device=device)
+        self.device, self._stream = device, torch.Stream(device=device, priority=-1)
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros on the host, in memory that the device copies from and to by itself."""
@@ -126,19 +134,27 @@ class Lane:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between host and device; neither may be touched before ``synchronize``."""
-        with self._stream:
+        with self.queue():
             target.copy_(source, non_blocking=True)
 
     def queue(self) -> AbstractContextManager[object]:
         """Context in which a library, for example NCCL, queues its own work."""
-        stream: AbstractContextManager[object] = self._stream
-        return stream
+        own = self._stream
+        # An object of its own for each entry: it keeps what to restore, and threads enter at once.
+        entered: AbstractContextManager[object] = torch.Stream(
+            stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type
+        )
+        return entered
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
         self._stream.synchronize()
 
 
+@cache
 def lane_of(device: torch.device) -> Lane | None:
-    """None where host code reaches the device's memory."""
+    """The one lane of this process on ``device``; None where host code reaches the device's memory.
+
+    It waits for copies alone, never for other processes, so all publishes share it.
+    """
     return None if device.type == "cpu" else Lane(device)

@@ -3,7 +3,6 @@
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.device import Lane
+from areal_lora.platforms.device import Lane, lane_of, select_device
 from areal_lora.processes.watched import watched_thread
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT = threading.Lock()
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 
@@ -38,18 +38,19 @@ class Backend:
     """A process group, and the lane of the device ``through`` which it sends; None if it sends host memory.
 
     ``same_host``: receivers on the source's machine may read its memory instead. A backend that
-    sends through a device has its own way inside a machine. ``timed_from_issue``: the time-out of ``Work.wait``
-    counts from the start of the work, not from the call.
+    sends through a device has its own way inside a machine.
     """
 
     group: dist.ProcessGroup
     through: Lane | None
     same_host: bool = False
-    timed_from_issue: bool = False
 
 
 BackendFactory = Callable[[GroupSeat], Backend]
-"""May block until all members have joined. ``Work.wait`` of the group must block the host, up to its time-out."""
+"""May block until all members have joined. ``Work.wait`` of the group must block the host, up to its time-out.
+
+Works of a group that sends through a device are polled instead: ``is_completed`` must not block.
+"""
 
 
 def gloo(seat: GroupSeat) -> Backend:
@@ -61,22 +62,19 @@ def gloo(seat: GroupSeat) -> Backend:
 
 
 def _nccl(seat: GroupSeat) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
+    # Its stream must not be one of the pool that models take theirs from: a posted receive would stop the model.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = delta(seat.timeout_s)
     # A receive that waits for its source spins on the device. One per source, with NCCL's usual number of blocks,
     # could hold most multiprocessors while the model's own collectives wait for some.
     options.config.min_ctas, options.config.max_ctas = 1, MOST_CTAS
-    # The constructor reads it. Without it ``wait`` returns at once, and a lost peer ends this process.
-    with _ENVIRONMENT:  # groups are formed by several threads; NCCL connects in the first broadcast, not here
-        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
-            group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
-        finally:
-            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-            if before is not None:
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, Lane(seat.device), timed_from_issue=True)
+    # The constructor reads it. Without it torch's watchdog ends this process for a lost peer. It is set once and stays:
+    # NCCL reads the environment in other threads meanwhile. The model's own groups exist when the first one is formed.
+    with _ENVIRONMENT:
+        if os.environ.get(BLOCKING_WAIT) != "1":
+            os.environ[BLOCKING_WAIT] = "1"
+    group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
+    return Backend(group, lane_of(seat.device))
 
 
 _BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}
@@ -104,14 +102,6 @@ def delta(seconds: float) -> timedelta:
     return timedelta(seconds=max(seconds, _MIN_TIMEOUT_S))
 
 
-@dataclass(frozen=True, slots=True)
-class PendingBroadcast:
-    """A broadcast that the library has taken, ``at`` (time.monotonic)."""
-
-    work: dist.Work
-    at: float
-
-
 class DeviceSide:
     """Twins of host buffers on the device, and the calls into the library, in order and in a thread of its own.
 
@@ -136,13 +126,13 @@ class DeviceSide:
             held = self._memory[flat.data_ptr()] = self.lane.twin(flat)
         return held[: flat.numel()]
 
-    def issue(self, call: Callable[[], dist.Work]) -> Future[PendingBroadcast]:
+    def issue(self, call: Callable[[], dist.Work]) -> Future[dist.Work]:
         """Have ``call`` made after all earlier ones."""
-        made: Future[PendingBroadcast] = Future()
+        made: Future[dist.Work] = Future()
 
         def make() -> None:
             try:
-                made.set_result(PendingBroadcast(call(), time.monotonic()))
+                made.set_result(call())
             except BaseException as e:  # fault boundary: the waiting caller gets the error  # noqa: BLE001
                 made.set_exception(e)
 
@@ -154,6 +144,7 @@ class DeviceSide:
         self._calls.put(None)
 
     def _run(self) -> None:
+        select_device(self.lane.device)
         while (call := self._calls.get()) is not None:
             call()
             del call  # or it would keep the memory of a broadcast until the next one

@@ -32,6 +32,7 @@ from areal_lora.weight_sync.messages import SourceEndpoint, listed
 
 READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
+POLL_S, LONGEST_POLL_S = 5e-5, 2e-3  # interval of polling a device's broadcast
 END_S = 5.0  # for a source to answer that its formation has ended
 GLOO_ADVICE = re.compile(r"^\[[^ ]*gloo[^ ]*\] |\. This is typically .*$")  # its source file; its general advice
 MEMBER = "member {}"
@@ -61,7 +62,7 @@ class Broadcast:
         """Whether ``wait`` would return or raise at once, apart from copies of a device."""
         if not self._issued.done():
             return False
-        return self._issued.exception() is not None or bool(self._issued.result().work.is_completed())
+        return self._issued.exception() is not None or self._group.ended(self._issued.result())
 
 
 class BroadcastGroup:
@@ -84,9 +85,8 @@ class BroadcastGroup:
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
         self._leaving = threading.Lock()
-        self._timed_from_issue = backend.timed_from_issue
         self._device = backends.DeviceSide(backend.through) if backend.through is not None else None
-        self._lane = lane_of(device)
+        self._lane = lane_of(device) if backend.through is None else None
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
@@ -139,14 +139,14 @@ class BroadcastGroup:
             flat = host
         return Broadcast(self, flat, deadline)
 
-    def issue(self, flat: torch.Tensor, deadline: float) -> Future[backends.PendingBroadcast]:
+    def issue(self, flat: torch.Tensor, deadline: float) -> Future[dist.Work]:
         """Start a broadcast; never waits for a library that works on a device."""
         if (group := self._group) is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._device is not None:
             return self._device.issue(partial(self._through, group, flat, deadline))
-        made: Future[backends.PendingBroadcast] = Future()
-        made.set_result(backends.PendingBroadcast(group.broadcast([flat], self._options(deadline)), time.monotonic()))
+        made: Future[dist.Work] = Future()
+        made.set_result(group.broadcast([flat], self._options(deadline)))
         return made
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
@@ -157,15 +157,28 @@ class BroadcastGroup:
         with lane.queue():
             return group.broadcast([twin], self._options(deadline))
 
-    def land(self, issued: backends.PendingBroadcast, flat: torch.Tensor, deadline: float) -> None:
-        """Wait for a broadcast; data received through a device is in the buffer afterwards."""
-        left = backends.delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
+    def ended(self, work: dist.Work) -> bool:
+        """Whether ``work`` has ended. With a device also whether this member has left."""
         if self._device is None:
-            issued.work.wait(left)
+            return bool(work.is_completed())
+        with self._leaving:  # not during an abort: ``is_completed`` would wait for it and keep the GIL
+            return self._group is None or bool(work.is_completed())
+
+    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
+        """Wait for a broadcast; data received through a device is in the buffer afterwards."""
+        if self._device is None:
+            work.wait(backends.delta(deadline - time.monotonic()))
             return
-        lane = self._device.lane
-        with lane.queue():
-            issued.work.wait(left)
+        lane, pause_s = self._device.lane, POLL_S
+        while not self.ended(work):  # ``wait`` would abort in this thread, which may be the one to end other groups
+            if (left_s := deadline - time.monotonic()) <= 0.0:
+                raise RuntimeError("it has not ended in time")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        if (failure := work.exception()) is not None:
+            raise failure
+        if self._group is None:
+            raise RuntimeError("this member has left the group")
         if self.rank != 0 and (twin := self._device.twin(flat)) is not flat:
             lane.copy(flat, twin)
         lane.synchronize()
@@ -179,7 +192,8 @@ class BroadcastGroup:
             group, self._group = self._group, None
         if group is None:
             return
-        group.abort()
+        with suppress(dist.DistError):  # torch reports an abort that took long
+            group.abort()
         del group  # gloo's abort does nothing: its connections close with the last reference
         if self._device is not None:
             self._device.close()
@@ -191,6 +205,20 @@ class BroadcastGroup:
         options.rootRank = 0
         options.timeout = backends.delta(deadline - time.monotonic())
         return options
+
+
+def close_all(groups: Sequence[BroadcastGroup]) -> None:
+    """Leave all ``groups`` at once, each in a thread of its own.
+
+    The abort of one waits for the device, on which receives of the others spin until they are aborted.
+    """
+    threads = [threading.Thread(target=group.close, name="leave", daemon=True) for group in groups[1:]]
+    for thread in threads:
+        thread.start()
+    for group in groups[:1]:
+        group.close()
+    for thread in threads:
+        thread.join()
 
 
 class GroupListener:

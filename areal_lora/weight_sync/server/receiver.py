@@ -22,11 +22,12 @@ import torch
 
 from areal_lora.errors import ManifestError, PublishError, RefusalReason, undo_on_error
 from areal_lora.obs.trace import Spans
+from areal_lora.platforms.device import select_device
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
-from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, close_all, join_group
 from areal_lora.weight_sync.link.inbox import BucketBytes
 from areal_lora.weight_sync.manifest import ShardKeys, check_layout, check_successor, shard_keys
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
@@ -132,12 +133,11 @@ class AdapterReceiver:
         kept = self._links = GroupLinks(
             {} if endpoints is not None else old.above, {} if below is not None else old.below
         )
-        for group in old.groups:
-            if group not in kept.groups:
-                group.close()
+        close_all([group for group in old.groups if group not in kept.groups])
         self._await_idle(timeout_s)
 
         def join(e: SourceEndpoint, rank: int) -> BroadcastGroup:
+            select_device(self._device)
             return join_group(e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device)
 
         with ThreadPoolExecutor(max(1, len(endpoints or ()) + len(below or ())), thread_name_prefix="join") as pool:
@@ -158,6 +158,7 @@ class AdapterReceiver:
         """
         if not self._idle.is_set():
             raise PublishError(f"{manifest.ref}: the receiver is still busy with the previous version")
+        select_device(self._device)
         links = self._links
         if not links.above:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
@@ -202,6 +203,7 @@ class AdapterReceiver:
             raise PublishError("the receiver's transfer did not end in time; restart the server")
 
     def _stage_all(self) -> None:
+        select_device(self._device)
         while (stage := self._work.get()) is not None:
             stage()
             del stage  # or it would keep the memory and connections of groups that the receiver leaves meanwhile

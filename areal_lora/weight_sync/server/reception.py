@@ -16,7 +16,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket
-from areal_lora.weight_sync.link.broadcast_groups import Broadcast, BroadcastGroup
+from areal_lora.weight_sync.link.broadcast_groups import Broadcast, BroadcastGroup, close_all
 from areal_lora.weight_sync.link.inbox import BucketBytes, Memory
 from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, adapter_digest, masked, seal, shard_sum, trailer_part
 
@@ -39,8 +39,7 @@ class GroupLinks:
 
     def close(self) -> None:
         """Notify the other members now, not at their deadline; the trainer opens new groups."""
-        for group in self.groups:
-            group.close()
+        close_all(self.groups)
 
 
 class _Source:

@@ -30,6 +30,7 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.platforms.device import select_device
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
@@ -207,6 +208,7 @@ class Publisher:
     # ------------------------------------------------------------ publisher thread
 
     def _work(self) -> None:
+        select_device(self._device)
         job = self._jobs.oldest()
         while job is not None:
             try:

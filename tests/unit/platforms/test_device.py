@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 
 import numpy as np
@@ -8,7 +9,16 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError
-from areal_lora.platforms.device import held_bytes, host_buffer, own_device, peak_bytes, peak_flops, profiler_range
+from areal_lora.platforms.device import (
+    held_bytes,
+    host_buffer,
+    lane_of,
+    own_device,
+    peak_bytes,
+    peak_flops,
+    profiler_range,
+)
+from tests.support.platforms.accelerator import LOWEST, Accelerator
 
 
 def test_a_rank_takes_the_device_of_its_place_on_the_node(monkeypatch):
@@ -18,6 +28,40 @@ def test_a_rank_takes_the_device_of_its_place_on_the_node(monkeypatch):
     assert own_device("cuda", 3) == torch.device("cuda", 3)
     assert own_device("cpu", 3) == torch.device("cpu")
     assert chosen == [torch.device("cuda", 3)]
+
+
+def test_a_device_has_one_lane_which_is_never_a_stream_of_the_models_pool(monkeypatch):
+    accelerator, device = Accelerator(monkeypatch), torch.device("cuda", 3)
+    lane_of.cache_clear()
+    lanes = {id(lane_of(device)) for _ in range(40)}
+    assert len(lanes) == 1
+    assert accelerator.taken.total() == 1
+    assert LOWEST not in accelerator.taken
+    assert lane_of(torch.device("cpu")) is None
+    lane_of.cache_clear()
+
+
+def test_threads_enter_a_lane_at_once(monkeypatch):
+    """An object of torch 2.11 refuses the second; a later one would restore what the other thread had."""
+    accelerator = Accelerator(monkeypatch)
+    lane_of.cache_clear()
+    lane, both, entered = lane_of(torch.device("cuda", 3)), threading.Barrier(2), []
+
+    def enter(own):
+        accelerator.select(own)
+        with lane.queue():
+            entered.append(accelerator.current)
+            both.wait(120)
+        entered.append((own, accelerator.current))
+
+    threads = [threading.Thread(target=enter, args=(own,)) for own in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entered[:2] == [3, 3]
+    assert sorted(entered[2:]) == [(3, 3), (5, 5)]
+    lane_of.cache_clear()
 
 
 def test_an_unknown_kind_of_device_is_a_configuration_error():

@@ -57,7 +57,7 @@ class Gate:
 
 
 class Gated:
-    """gloo behind a gate. It counts a wait from the issue, as NCCL does."""
+    """gloo behind a gate."""
 
     def __init__(self, group: dist.ProcessGroup, gate: Gate) -> None:
         self._group, self._gate = group, gate
@@ -142,7 +142,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def through(seat: GroupSeat) -> Backend:
         group = Gated(backends.gloo(seat).group, made)
-        return Backend(group, RecordedLane([], CPU), timed_from_issue=True)
+        return Backend(group, RecordedLane([], CPU))
 
     monkeypatch.setitem(backends._BACKENDS, "gated", through)
     yield made

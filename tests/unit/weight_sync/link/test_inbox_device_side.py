@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from areal_lora.weight_sync.link import backends, broadcast_groups
 from areal_lora.weight_sync.link.backends import Backend, GroupSeat
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
+from areal_lora.weight_sync.server.reception import GroupLinks
 from tests.support.weight_sync.recorded_lane import RecordedLane
 
 ENDPOINT = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=64, backend="recorder")
@@ -32,7 +32,8 @@ class Library:
     def __init__(self, calls: list[str], first: Callable[[], object] = lambda: None) -> None:
         self.calls, self._first = calls, first
         self.sent: list[torch.Tensor] = []
-        self.waited: list[timedelta] = []
+        self.ended: Callable[[], bool] = lambda: True
+        self.failure: Exception | None = None
         self.aborted = threading.Event()
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> SimpleNamespace:
@@ -40,19 +41,23 @@ class Library:
         first()
         self.calls.append("broadcast")
         self.sent.append(tensors[0])
-        return SimpleNamespace(wait=self._wait, is_completed=lambda: True)
-
-    def _wait(self, timeout: timedelta) -> None:
-        self.calls.append("wait")
-        self.waited.append(timeout)
+        return SimpleNamespace(is_completed=lambda: self.ended(), exception=lambda: self.failure)
 
     def abort(self) -> None:
         self.aborted.set()
 
 
+class HostLibrary(Library):
+    """One that sends from the host: a wait for its works blocks."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> SimpleNamespace:
+        super().broadcast(tensors, options)
+        return SimpleNamespace(wait=lambda timeout: self.calls.append("wait"))
+
+
 @contextmanager
 def member(rank: int, library: Library, calls: list[str]) -> Iterator[BroadcastGroup]:
-    backend = Backend(library, RecordedLane(calls, CPU), timed_from_issue=True)
+    backend = Backend(library, RecordedLane(calls, CPU))
     group = BroadcastGroup(ENDPOINT, rank, backend, CPU, leave=lambda: None)
     try:
         yield group
@@ -66,7 +71,7 @@ def test_a_source_copies_before_the_broadcast_and_touches_its_buffer_until_the_e
     with member(0, library, calls) as group:
         flat = torch.arange(5, dtype=torch.uint8)
         group.start(flat, time.monotonic() + LONG_S).wait()
-        assert calls == ["copy", "queue", "broadcast", "queue", "wait", "synchronize"]
+        assert calls == ["copy", "queue", "broadcast", "synchronize"]
         assert torch.equal(library.sent[0], flat)
         assert library.sent[0].data_ptr() != flat.data_ptr()
 
@@ -81,7 +86,7 @@ def test_a_receiver_has_the_bytes_on_the_host_once_its_own_stream_has_ended() ->
             time.sleep(0.001)
         library.sent[0].copy_(torch.arange(5, dtype=torch.uint8))
         transfer.wait()
-        assert calls == ["queue", "broadcast", "queue", "wait", "copy", "synchronize"]
+        assert calls == ["queue", "broadcast", "copy", "synchronize"]
         assert flat.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -89,10 +94,10 @@ def test_a_receiver_has_the_bytes_on_the_host_once_its_own_stream_has_ended() ->
 def test_memory_of_the_device_is_sent_and_received_in_place(rank: int) -> None:
     calls: list[str] = []
     library, flat = Library(calls), torch.arange(9, dtype=torch.uint8)
-    backend = Backend(library, RecordedLane(calls, CPU, [flat]), timed_from_issue=True)
+    backend = Backend(library, RecordedLane(calls, CPU, [flat]))
     with closing(BroadcastGroup(ENDPOINT, rank, backend, CPU, leave=lambda: None)) as group:
         group.start(flat[2:6], time.monotonic() + LONG_S).wait()
-    assert calls == ["queue", "broadcast", "queue", "wait", "synchronize"]
+    assert calls == ["queue", "broadcast", "synchronize"]
     assert library.sent[0].data_ptr() == flat[2:].data_ptr()
 
 
@@ -100,7 +105,7 @@ def test_memory_of_the_device_goes_through_the_host_where_the_library_sends_from
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
-    library, flat = Library(calls), torch.arange(9, dtype=torch.uint8)
+    library, flat = HostLibrary(calls), torch.arange(9, dtype=torch.uint8)
     monkeypatch.setattr(broadcast_groups, "lane_of", lambda device: RecordedLane(calls, device, [flat]))
     with closing(BroadcastGroup(ENDPOINT, 0, Backend(library, None), CPU, leave=lambda: None)) as group:
         group.start(flat[2:6], time.monotonic() + LONG_S).wait()
@@ -129,24 +134,109 @@ def test_a_library_that_does_not_return_makes_nobody_wait_but_who_asks_for_the_b
     assert [sent.numel() for sent in library.sent] == [1, 2, 3, 4], "in order"
 
 
-def test_a_wait_ends_at_the_deadline_though_the_library_took_long_to_issue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library counts from the issue. What it spent before is no more there to be waited."""
-    calls: list[str] = []
-    clock = SimpleNamespace(now=100.0)
-    for module in (broadcast_groups, backends):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+class Slept:
+    """Time that passes only while the code under test sleeps."""
 
-    def form_a_communicator() -> None:
-        clock.now += 3.0
+    def __init__(self) -> None:
+        self.now, self.naps = 100.0, list[float]()
 
-    library = Library(calls, form_a_communicator)
-    with member(1, library, calls) as group:
-        transfer = group.start(torch.zeros(4, dtype=torch.uint8), clock.now + 5.0)
-        while not transfer.done():
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> Slept:
+    made = Slept()
+    monkeypatch.setattr(broadcast_groups, "time", made)
+    return made
+
+
+def test_a_wait_ends_at_the_deadline_though_the_library_took_long_to_issue(slept: Slept) -> None:
+    library = Library([], lambda: slept.sleep(3.0))
+    library.ended = lambda: False
+    with member(1, library, library.calls) as group:
+        deadline = slept.now + 5.0
+        transfer = group.start(torch.zeros(4, dtype=torch.uint8), deadline)
+        while "broadcast" not in library.calls:
             time.sleep(0.001)
-        clock.now += 1.0  # a late wait: it has 1 s, and the library counts the second that has passed
-        transfer.wait()
-    assert [waited.total_seconds() for waited in library.waited] == [2.0]
+        with pytest.raises(PublishError, match="has not ended in time"):
+            transfer.wait()
+        assert slept.now == pytest.approx(deadline)
+
+
+@pytest.mark.parametrize("lasts_s", [0.0, 2e-4, 1e-3, 0.02, 4.0])
+def test_an_end_is_noticed_soon(slept: Slept, lasts_s: float) -> None:
+    """Within the time that the broadcast took, and within 2 ms: a small adapter's publish is not made longer."""
+    library, began = Library([]), slept.now
+    library.ended = lambda: slept.now >= began + lasts_s
+    with member(0, library, library.calls) as group:
+        group.start(torch.zeros(4, dtype=torch.uint8), began + 5.0).wait()
+    assert slept.now - began - lasts_s <= min(lasts_s, 2e-3) + 1e-4
+    assert len(slept.naps) <= 10 + lasts_s / 2e-3
+
+
+def test_an_error_of_the_library_is_one_of_the_publish() -> None:
+    library = Library([])
+    library.failure = RuntimeError("NCCL error: remote process exited")
+    with member(1, library, library.calls) as group:
+        transfer = group.start(torch.zeros(4, dtype=torch.uint8), time.monotonic() + LONG_S)
+        with pytest.raises(PublishError, match=r"source rank 0 failed at member 1: NCCL error: remote process exited;"):
+            transfer.wait()
+
+
+class Spinning(Library):
+    """A communicator on a device that it shares with ``others``: its receive spins until it is aborted.
+
+    An abort waits for the device, so for all receives. ``is_completed`` waits for an abort and keeps the GIL meanwhile.
+    """
+
+    def __init__(self, others: list[Spinning]) -> None:
+        super().__init__([])
+        self._device = others
+        self.asked_while_aborted = self.stuck = False
+        self.ended = self._ended
+        others.append(self)
+
+    def _ended(self) -> bool:
+        self.asked_while_aborted |= self.aborted.is_set()
+        return False
+
+    def abort(self) -> None:
+        self.aborted.set()
+        deadline = time.monotonic() + LONG_S / 4
+        self.stuck = not all(other.aborted.wait(deadline - time.monotonic()) for other in self._device)
+
+
+def test_the_groups_of_a_worker_are_left_at_once() -> None:
+    """One server is stopped: its receives and those of all others spin, in each group of each worker."""
+    device: list[Spinning] = []
+    lane = RecordedLane([], CPU)
+    groups = [BroadcastGroup(ENDPOINT, 1, Backend(Spinning(device), lane), CPU, leave=lambda: None) for _ in range(3)]
+    deadline = time.monotonic() + 0.2
+    transfers = [group.start(torch.zeros(4, dtype=torch.uint8), deadline) for group in groups]
+    with pytest.raises(PublishError, match="has not ended in time"):
+        transfers[0].wait()
+    assert not any(library.aborted.is_set() for library in device), "aborted by a wait, one after the other"
+    GroupLinks(above=dict(enumerate(groups[:2])), below={2: groups[2]}).close()
+    assert [library.aborted.is_set() for library in device] == [True] * 3
+    assert not any(library.stuck for library in device)
+
+
+def test_who_waits_in_a_group_that_another_thread_leaves_does_not_call_into_it_any_more() -> None:
+    device: list[Spinning] = []
+    with member(1, Spinning(device), []) as group, ThreadPoolExecutor(1) as pool:
+        transfer = group.start(torch.zeros(4, dtype=torch.uint8), time.monotonic() + LONG_S)
+        waiting = pool.submit(transfer.wait)
+        time.sleep(0.05)
+        group.close()
+        with pytest.raises(PublishError, match="has left the group"):
+            waiting.result(LONG_S / 2)
+        assert transfer.done()
+        assert not device[0].asked_while_aborted
 
 
 def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +250,7 @@ def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: 
     def lazy(seat: GroupSeat) -> Backend:
         library = made[seat.rank] = Library([])
         library._first = lambda: (library.aborted if seat.rank == 0 else end).wait(LONG_S)
-        return Backend(library, RecordedLane(library.calls, CPU), timed_from_issue=True)
+        return Backend(library, RecordedLane(library.calls, CPU))
 
     monkeypatch.setitem(backends._BACKENDS, "lazy", lazy)
     secret, timeout_s = "ab" * 32, 5.0

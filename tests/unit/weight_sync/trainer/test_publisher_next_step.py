@@ -4,8 +4,10 @@ import time
 
 import msgspec
 import pytest
+import torch
 
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.trainer import publish_job, publisher
@@ -13,6 +15,7 @@ from areal_lora.weight_sync.trainer.decisions import Attempt, Decision
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
 from areal_lora.weight_sync.trainer.publisher import next_step
 from tests.support.clocks import Clock
+from tests.support.platforms.accelerator import Accelerator
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, values
 
@@ -100,3 +103,23 @@ def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monk
     patience = config.timeout_s + config.form_s + config.verdict_s + SLACK_S
     assert forming[:2] == [(config.form_s, patience)] * 2, "another rank waits as long as this one forms"
     assert job.budget.form_left_s == 0.0
+
+
+def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
+    accelerator, devices, config = Accelerator(monkeypatch), [], WeightSyncConfig()
+
+    def run(self, job):
+        devices.append(accelerator.current)
+        return PublishError("no server is needed here")
+
+    monkeypatch.setattr(publisher.Publisher, "_run", run)
+    rank = publisher.Publisher(
+        run=RUN, config=config, exchange=SoloExchange(), secret="s", device=torch.device("cuda", 3)
+    )
+    job = job_of(config)
+    rank._jobs.put(job)
+    with pytest.raises(PublishError, match="no server"):
+        job.wait()
+    rank.close()
+    assert devices == [3]
+    assert accelerator.contexts == {3}
