@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.internals import Used, count, problems
+from tests.support.internals import Used, count, newly_required, problems
 from tests.support.internals.megatron import BRIDGE, MEGATRON
 from tests.support.internals.vllm import INTERNALS
 from tests.support.paths import ROOT
@@ -67,6 +67,10 @@ def installed(package: str) -> Row:
     owner = distribution(INSTALLED[package])
     root = Path(str(owner.locate_file("")))
     return compared(INSTALLED[package], owner.version, "installed on CPUs", root, package)
+
+
+def installed_sources(package: str) -> Package:
+    return Package(Path(str(distribution(INSTALLED[package]).locate_file(""))))
 
 
 @pytest.mark.parametrize("package", TABLES)
@@ -129,6 +133,7 @@ def test_newer_wheels_have_every_name(package: str, version: str, tmp_path: Path
         record(row)
     assert row.line in PAGE.read_text(encoding="utf-8").splitlines(), "make golden, and read the difference"
     assert row.missing == []
+    assert newly_required(Package(root), installed_sources(package), TABLES[package]) == []
 
 
 @pytest.mark.parametrize("top", OWN_FILES)

@@ -156,6 +156,15 @@ def parameters(function: Function) -> tuple[list[str], bool]:
     return [n for n in names if n not in ("self", "cls")], arguments.kwarg is not None
 
 
+def required(function: Function) -> set[str]:
+    """Names of the parameters without a default, without ``self``."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    needed = positional[: len(positional) - len(arguments.defaults)]
+    needed += [a for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    return {a.arg for a in needed} - {"self", "cls"}
+
+
 def imported(files: Sequence[Path], top: str) -> set[tuple[str, str]]:
     """(module, name) that these files import from package ``top``; an empty name for whole modules."""
     found: set[tuple[str, str]] = set()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 OFFLINE = re.compile(r"Could not find a version|No matching distribution|Connection|Temporary failure|timed out")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "any")
 FOLDER = Path(sys.prefix, "wheels of tests")
 """Kept from session to session with what Python has compiled: that takes longer than most tests. Remove it to renew."""
 
@@ -39,15 +40,15 @@ def installed(*packages: str) -> Path:
     return folder
 
 
-def unpacked(package: str, version: str, folder: Path) -> Path:
-    """The Python files of a wheel for GPUs. Skips the test where no package index is reached.
+def unpacked(package: str, version: str, folder: Path, *, whole: bool = False) -> Path:
+    """The Python files of a wheel for GPUs, or the ``whole`` wheel. Skips the test where no package index is reached.
 
     AREAL_LORA_WHEELS names a folder that keeps wheels between sessions.
     """
     cache = Path(os.environ.get("AREAL_LORA_WHEELS") or tempfile.mkdtemp(dir=folder))
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(cache.glob(pattern)):
-        platforms = [f"--platform={p}" for p in ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "any")]
+        platforms = [f"--platform={p}" for p in PLATFORMS]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version=3.12", "--implementation=cp", *platforms, f"--dest={cache}"]
         try:
@@ -59,5 +60,5 @@ def unpacked(package: str, version: str, folder: Path) -> Path:
         if done.returncode:
             pytest.skip(f"no package index with {package} {version}: {done.stderr.strip().splitlines()[-1]}")
     with zipfile.ZipFile(next(cache.glob(pattern))) as wheel:
-        wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
+        wheel.extractall(folder, [name for name in wheel.namelist() if whole or name.endswith(".py")])
     return folder

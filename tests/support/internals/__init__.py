@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.support.sources import Class, Function, Package, parameters
+from tests.support.sources import Class, Function, Package, parameters, required
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,25 @@ class Used:
 def problems(package: Package, table: Iterable[Used]) -> list[str]:
     """One line for each name, member or parameter that the sources lack."""
     return [line for used in table for line in _of(package, used)]
+
+
+def newly_required(package: Package, older: Package, table: Iterable[Used]) -> list[str]:
+    """One line for each call whose function has a parameter without a default that it did not have in ``older``."""
+    lines = []
+    for used in table:
+        for name, _ in used.calls:
+            now, before = (_function(each, used, name) for each in (package, older))
+            if isinstance(now, Function) and isinstance(before, Function):
+                added = required(now) - set(parameters(before)[0])
+                lines += [f"{used.module}.{used.name}.{name} requires {p}" for p in sorted(added)]
+    return lines
+
+
+def _function(package: Package, used: Used, name: str) -> object:
+    if not used.name:
+        return package.find(used.module, name)
+    found = package.find(used.module, used.name)
+    return found.methods().get(name) if isinstance(found, Class) else found
 
 
 def _of(package: Package, used: Used) -> Iterator[str]:

@@ -206,8 +206,7 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.worker.gpu.sample.states",
         name="SamplingStates",
-        members=("temperature",),
-        calls=(("get_top_k_top_p", ("expanded_idx_mapping", "idx_mapping_np")),),
+        members=("temperature", "top_k", "top_p", "vocab_size"),
         why="as TopKTopPSampler",
     ),
     Used(

@@ -74,10 +74,12 @@ class OwnSampler(Sampler):
         made = super().apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *further, **named
         )
-        top_k, top_p = self.sampling_states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
-        if self._kept is not None and top_k is not None:
-            made = torch.where(self._kept, keep_first(made, top_k), made)
-        self._whole = None if top_k is None and top_p is None else made.clone()  # truncation works in place
+        states = self.sampling_states
+        by_k = bool((states.top_k.np[idx_mapping_np] != states.vocab_size).any())
+        if self._kept is not None and by_k:
+            made = torch.where(self._kept, keep_first(made, states.top_k.gpu[expanded_idx_mapping]), made)
+        by_p = bool((states.top_p.np[idx_mapping_np] != 1.0).any())
+        self._whole = made.clone() if by_k or by_p else None  # truncation works in place
         return made
 
     def sample(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 SECOND_SERVER = (sys.executable, "-m", "tests.support.engine.vllm_ext.second_server")
@@ -22,7 +21,8 @@ def _replace_truncation() -> None:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
     from vllm.v1.worker.gpu.sample import sampler
 
-    sampler.apply_top_k_top_p = partial(apply_top_k_top_p_pytorch, allow_cpu_sync=True)
+    # From vLLM 0.33 on it is told which rows have both.
+    sampler.apply_top_k_top_p = lambda x, k, p, **_: apply_top_k_top_p_pytorch(x, k, p, allow_cpu_sync=True)
 
 
 def main() -> int:
