@@ -67,7 +67,7 @@ CLASHES = (
         "it needs transformers 5.16 or newer",
         "pip install 'transformers>=5.16' there, and give Megatron an environment of its own (trainer.python)",
     ),
-    ("areal_lora", "torch<2.11", "it needs torch 2.11 or newer", "install the versions of requirements/"),
+    ("areal_lora", "torch<2.13", "it needs torch 2.13 or newer", "install the versions of requirements/"),
 )
 """A package in versions that do not work beside another one in others; why, and what to do."""
 

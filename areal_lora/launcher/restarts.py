@@ -228,7 +228,7 @@ class Restarts:
         unit.failed_first = first or (unit.failed_first and not unit.has_worked)
         if not observes and (ended.code in NON_RETRYABLE or (first and self._fails_again(ended.spec.role))):
             return RestartVerdict(ended=ended, ends_run=True)
-        temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
+        temporary = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY and unit.has_worked
         if not temporary and unit.times >= unit.most:
             return self._abandon(unit, ended)
         unit.times += not temporary

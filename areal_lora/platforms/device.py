@@ -126,7 +126,12 @@ class Lane:
 
     def twin(self, host: Tensor) -> Tensor:
         """Memory on the device for the content of ``host``."""
-        return torch.empty_like(host, device=self.device)
+        return self.empty(host.shape, host.dtype)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory on the device. Another stream's may still be read by kernels that are queued there."""
+        with self.queue():
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def reaches(self, memory: Tensor) -> bool:
         """Whether a library that works on the device takes ``memory`` as it is."""

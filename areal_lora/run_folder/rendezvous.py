@@ -21,6 +21,7 @@ from areal_lora.run_folder.paths import RunFolder, write_file
 
 POLL_S = 0.05
 REMIND_S = 10.0
+LOADING_S = 6000.0  # of all servers of a run, at the same time
 READ_TRIES, RETRY_S = 3, 0.02
 """A file that is replaced while it is read: ESTALE on NFS, where the name already leads to the new one."""
 
@@ -146,16 +147,19 @@ def wait_endpoint(
 def wait_servers(
     run_folder: RunFolder, count: int, timeout_s: float, loading: Callable[[], Collection[str]] = tuple
 ) -> None:
-    """Wait for the first ``count`` servers but abandoned ones, for one that is ``loading`` its model without a limit.
+    """Wait for the first ``count`` servers but abandoned ones, ``timeout_s`` or while one is ``loading`` its model.
 
-    Raises ProcessFailed, also if none remains.
+    Raises ProcessFailed, also if none remains, or if one still loads after `LOADING_S`.
     """
-    remaining = 0
+    remaining, until = 0, time.monotonic() + LOADING_S
+
+    def still_loading() -> Collection[str]:
+        return loading() if time.monotonic() < until else ()
+
     for index in range(count):
         excluded = run_folder.excluded(f"server-{index}")
         try:
-            alive = lambda excluded=excluded: not excluded.exists()  # noqa: E731
-            wait_endpoint(run_folder, "server", index, timeout_s, alive, loading)
+            wait_endpoint(run_folder, "server", index, timeout_s, lambda: not excluded.exists(), still_loading)  # noqa: B023
             remaining += 1
         except ProcessFailed:
             if not excluded.exists():

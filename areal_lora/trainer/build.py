@@ -95,6 +95,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     )
     exchange = Exchange(timeout_s=CONTROL_TIMEOUT_S)
     leader = _leader(config, run_folder, client, rank_0) if client and rank_0 else None
+    control.broadcast_bytes(b"")  # the limits of the model's own collectives are shorter than the wait for servers
     publisher = build_publisher(config, run_folder, engine, exchange, leader)
     on_report = rank_0.recorder.reported if rank_0 else None
     return Trainer(

@@ -28,25 +28,25 @@ LINES = {
     "algorithms": 1583,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1430,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2331,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4531,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room beside vLLM
+    "config": 4537,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room beside vLLM
     "data": 857,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 949,
-    "engine": 11813,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
+    "engine": 11812,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
     "launcher": 4763,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures
     "library": 471,  # loss, advantage
     "network": 1025,  # listening; types of /v1/tool_calls and schemas; the client of served models; replies in parts
     "obs": 4585,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
     "operations": 532,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 171,  # ranges of profilers; peaks, memory of devices; two torch versions; upload; lanes of threads
+    "platforms": 165,  # ranges of profilers; peaks, memory of devices; two torch versions; upload; lanes of threads
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
     "rollout": 8173,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
-    "run_folder": 1097,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; loads
+    "run_folder": 1101,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; loads
     "service": 5251,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
     "tasks": 3193,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables
-    "trainer": 4198,  # parts of a batch, routes, old ones, kept ids; causes of a mismatch; kept caches; groups
-    "weight_sync": 5652,  # gathers; relays: tree, requests; keys; views; pings; deaths in formation; polls, closing
+    "trainer": 4199,  # parts of a batch, routes, old ones, kept ids; causes of a mismatch; kept caches; groups
+    "weight_sync": 5678,  # gathers; relays: tree, requests; keys; views; pings; deaths in formation; polls, closing
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

@@ -322,7 +322,8 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     item = DTYPE_BYTES[config.model.dtype]
     merged = rollout.adapter_mode == "merged"
     held_slots = 0 if merged else slots.slot_count(config) * slots.slot_parameters(config, shape) * item
-    tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len * on_cpu)
+    longest = 0 if slots.splits_prompts(config) else rollout.max_model_len
+    tokens = max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest)
     inner = shape.expert_ffn // tp
     experts = shape.experts_per_token * (max(2 * inner, shape.hidden) + max(inner, shape.hidden))
     width = max(3 * shape.ffn // tp if shape.dense_layers else 0, experts)

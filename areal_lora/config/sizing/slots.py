@@ -99,6 +99,11 @@ def kept_versions(config: Config) -> int:
     return (adapter_slots(config) - 2) // adapter_capacity(config)
 
 
+def splits_prompts(config: Config) -> bool:
+    """Whether a server computes a long prompt in several steps; not on CPUs (`server.assemble`)."""
+    return config.cluster.device != "cpu" and config.rollout.engine_args.get("enable_chunked_prefill") is not False
+
+
 def joining_adapters(config: Config) -> list[AdapterConfig]:
     """The largest adapters that can join beside the listed ones; none without a service.
 

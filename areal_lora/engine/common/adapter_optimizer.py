@@ -24,7 +24,6 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import Range, Span, spans
-from areal_lora.platforms.collectives import all_gather_single, reduce_scatter_single
 from areal_lora.types import StepStats
 
 
@@ -146,7 +145,7 @@ class AdapterOptimizer:
                     rows[0] = source
                 else:
                     room = torch.empty(rows.shape, device=rows.device)
-                    all_gather_single(room.view(-1), source, group=level.group)
+                    dist.all_gather_single(room.view(-1), source, group=level.group)
                     rows.copy_(room)
                 yield
             yield from repeat(None, int(most) - len(cuts))
@@ -165,7 +164,7 @@ class AdapterOptimizer:
         self._grads.div_(denominator)
         for groups, bounds in self._classes:
             for group, (outer, own) in zip(groups, pairwise(bounds), strict=True):
-                reduce_scatter_single(self._grads[slice(*own)], self._grads[slice(*outer)], group=group)
+                dist.reduce_scatter_single(self._grads[slice(*own)], self._grads[slice(*outer)], group=group)
             for chunk in self._grads[slice(*bounds[-1])].split(NORM_CHUNK):
                 total += chunk.double().square_().sum()
         squares = total.cpu()
@@ -177,7 +176,7 @@ class AdapterOptimizer:
         """Fill ``flat`` [arena.size], of which each rank has its own elements."""
         for level in self._levels():
             if level.group is not None:
-                all_gather_single(flat[slice(*level.outer)], flat[slice(*level.own)], group=level.group)
+                dist.all_gather_single(flat[slice(*level.outer)], flat[slice(*level.own)], group=level.group)
 
     def _levels(self) -> Iterator[_Level]:
         for groups, bounds in self._classes:

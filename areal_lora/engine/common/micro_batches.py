@@ -20,7 +20,6 @@ from areal_lora.engine.layers.context import ContextGroup
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AlignmentError
 from areal_lora.families.sites import PassSizes
-from areal_lora.platforms.collectives import all_gather_single
 from areal_lora.types import TrainBatch
 
 Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
@@ -261,7 +260,9 @@ class RouteRecorder:
         rows, tp = packed.tokens.routes.to(self._found.dtype), self._layout.tp
         if tp > 1:
             whole, parts = torch.empty_like(rows), rows.chunk(tp)  # bytes: NCCL knows no int16
-            all_gather_single(whole.view(torch.uint8), parts[self._rank % tp].view(torch.uint8), group=self._tp_group)
+            dist.all_gather_single(
+                whole.view(torch.uint8), parts[self._rank % tp].view(torch.uint8), group=self._tp_group
+            )
             rows = whole
         if self._context is not None:
             rows = self._context.gather(rows.view(torch.uint8)).view(rows.dtype)

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_lora.platforms.collectives import all_gather_single, reduce_scatter_single
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGroup:
@@ -65,7 +63,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, x: Tensor, at: ContextGroup, equal: bool) -> Tensor:
         ctx.at, ctx.equal = at, equal
         gathered = x.new_empty(at.size * len(x), *x.shape[1:])
-        all_gather_single(gathered, x.contiguous(), group=at.group)
+        dist.all_gather_single(gathered, x.contiguous(), group=at.group)
         return gathered
 
     @staticmethod
@@ -74,5 +72,5 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         if ctx.equal:
             return grad.chunk(at.size)[at.rank], None, None
         own = grad.new_empty(len(grad) // at.size, *grad.shape[1:])
-        reduce_scatter_single(own, grad.contiguous(), group=at.group)
+        dist.reduce_scatter_single(own, grad.contiguous(), group=at.group)
         return own, None, None

@@ -173,7 +173,7 @@ def _layers(config: GPTModelProvider, vp_stage: int | None = None, *, on_cpu: bo
 
 
 def _submodules(part: ModuleSpec | partial[Any]) -> Any:
-    """Those of a part of a layer: of its specification, or with newer versions of Megatron-core of the function that builds it."""
+    """Those of a part of a layer: of its specification, in newer versions of Megatron-core of the function for it."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 

@@ -65,6 +65,26 @@ class Broadcast:
         return self._issued.exception() is not None or self._group.ended(self._issued.result())
 
 
+class _Aborts:
+    """Those of this process. Nothing is polled meanwhile: the call could wait for one, and would keep the GIL."""
+
+    def __init__(self) -> None:
+        self.lock, self.running = threading.Lock(), 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self.lock:
+            self.running += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+_aborts = _Aborts()
+
+
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and a new group formed.
 
@@ -84,7 +104,6 @@ class BroadcastGroup:
         self.source, self.rank, self._leave_store = endpoint.source, rank, leave
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
-        self._leaving = threading.Lock()
         self._device = backends.DeviceSide(backend.through) if backend.through is not None else None
         self._lane = lane_of(device) if backend.through is None else None
         self._ring, self._windows = Ring(device), Windows()
@@ -161,8 +180,8 @@ class BroadcastGroup:
         """Whether ``work`` has ended. With a device also whether this member has left."""
         if self._device is None:
             return bool(work.is_completed())
-        with self._leaving:  # not during an abort: ``is_completed`` would wait for it and keep the GIL
-            return self._group is None or bool(work.is_completed())
+        with _aborts.lock:
+            return self._group is None or (not _aborts.running and bool(work.is_completed()))
 
     def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; data received through a device is in the buffer afterwards."""
@@ -184,17 +203,21 @@ class BroadcastGroup:
         lane.synchronize()
 
     def close(self) -> None:
-        """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first.
+        """Leave, from any thread; later calls do nothing. Members that wait for this one fail at once."""
+        if left := self.detach():
+            self.leave(left)
 
-        Any thread may call it; the first call leaves, later ones do nothing.
-        """
-        with self._leaving:
-            group, self._group = self._group, None
-        if group is None:
-            return
-        with suppress(dist.DistError):  # torch reports an abort that took long
-            group.abort()
-        del group  # gloo's abort does nothing: its connections close with the last reference
+    def detach(self) -> list[dist.ProcessGroup]:
+        """Let no thread call into the library any more. Return the group to leave; none from the second call on."""
+        with _aborts.lock:
+            left, self._group = [self._group] if self._group is not None else [], None
+        return left
+
+    def leave(self, left: list[dist.ProcessGroup]) -> None:
+        """Leave the group that ``detach`` has returned; ``left`` is empty afterwards."""
+        with _aborts.one(), suppress(dist.DistError):  # torch reports an abort that took long
+            left[0].abort()
+        left.clear()  # gloo's abort does nothing: its connections close with the last reference
         if self._device is not None:
             self._device.close()
         self._leave_store()
@@ -207,17 +230,21 @@ class BroadcastGroup:
         return options
 
 
-def close_all(groups: Sequence[BroadcastGroup]) -> None:
+def start_leaving(groups: Sequence[BroadcastGroup]) -> list[threading.Thread]:
     """Leave all ``groups`` at once, each in a thread of its own.
 
     The abort of one waits for the device, on which receives of the others spin until they are aborted.
     """
-    threads = [threading.Thread(target=group.close, name="leave", daemon=True) for group in groups[1:]]
+    left = [(group, found) for group in groups if (found := group.detach())]
+    threads = [threading.Thread(target=group.leave, args=(found,), name="leave", daemon=True) for group, found in left]
     for thread in threads:
         thread.start()
-    for group in groups[:1]:
-        group.close()
-    for thread in threads:
+    return threads
+
+
+def close_all(groups: Sequence[BroadcastGroup]) -> None:
+    """Leave all ``groups``, and wait for the end of it."""
+    for thread in start_leaving(groups):
         thread.join()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.platforms.device import host_buffer
+from areal_lora.platforms.device import host_buffer, lane_of
 from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, MappedSegment, Signal
 
 POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # interval of polling how far a source has packed
@@ -60,11 +60,10 @@ class Ring:
         """``RING`` buffers of at least ``nbytes``, all calls on the same side; earlier views become invalid."""
         if self._nbytes < nbytes:
             self._nbytes, self._buffers = nbytes, []  # the old ones first
+            lane = lane_of(self._device) if on_device else None
             for _ in range(RING):
                 self._buffers.append(
-                    torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                    if on_device
-                    else host_buffer(nbytes, self._device)
+                    lane.empty([nbytes], torch.uint8) if lane is not None else host_buffer(nbytes, self._device)
                 )
         return self._buffers
 

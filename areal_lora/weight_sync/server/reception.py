@@ -16,7 +16,7 @@ from areal_lora.processes.watched import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.kernels import Marks
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket
-from areal_lora.weight_sync.link.broadcast_groups import Broadcast, BroadcastGroup, close_all
+from areal_lora.weight_sync.link.broadcast_groups import Broadcast, BroadcastGroup, close_all, start_leaving
 from areal_lora.weight_sync.link.inbox import BucketBytes, Memory
 from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, adapter_digest, masked, seal, shard_sum, trailer_part
 
@@ -81,7 +81,7 @@ class _Source:
         except PublishError as e:
             log.warning("not sent on: %s", e)
             if self._below is not None:
-                self._below.close()
+                start_leaving([self._below])  # which may wait for what this thread receives
             self._below = None
 
     def arrivals(self, spans: Spans) -> Iterator[tuple[Bucket, BucketBytes]]:

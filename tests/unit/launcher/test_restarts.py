@@ -122,6 +122,9 @@ def test_servers_that_fail_before_they_ever_worked_end_the_run_once_they_are_hal
     for index in (3, 3, 1, 1):
         assert not made.take(ended(1, index=index), 0.0, None).ends_run
     assert not made.take(ended(1, index=0), 0.0, 1.0).ends_run, "it has worked"
+    made_temporary = restarts(servers=5, times=1)
+    first, second = (made_temporary.take(ended(75, index=2), 0.0, None) for _ in range(2))
+    assert (first.wait_s, second.abandoned) == (1.0, True)
     assert made.take(ended(1, index=4), 0.0, None).ends_run
     assert restarts(servers=5).take(ended(64, index=4), 0.0, None).ends_run, "so would the others"
 

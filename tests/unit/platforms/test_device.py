@@ -64,6 +64,18 @@ def test_threads_enter_a_lane_at_once(monkeypatch):
     lane_of.cache_clear()
 
 
+def test_memory_of_a_lane_is_allocated_on_its_stream(monkeypatch):
+    """torch's allocator orders the work of one stream only: another's memory may still be read."""
+    accelerator, at = Accelerator(monkeypatch), []
+    lane_of.cache_clear()
+    lane = lane_of(torch.device("cuda", 3))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: at.append(accelerator.current))
+    lane.twin(torch.zeros(4))
+    lane.empty([5], torch.uint8)
+    assert (at, accelerator.current) == ([3, 3], 0)
+    lane_of.cache_clear()
+
+
 def test_an_unknown_kind_of_device_is_a_configuration_error():
     with pytest.raises(ConfigError) as e:
         own_device("meta", 0)

@@ -28,7 +28,9 @@ def test_servers_that_the_launcher_does_without_are_not_waited_for(tmp_path: Pat
         rendezvous.wait_servers(folder, 2, timeout_s=120)
 
 
-def test_a_server_that_loads_its_model_is_waited_for_beyond_the_limit(tmp_path: Path) -> None:
+def test_a_server_that_loads_its_model_is_waited_for_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, reads = RunFolder(tmp_path), 0
 
     def loading() -> list[str]:
@@ -41,6 +43,9 @@ def test_a_server_that_loads_its_model_is_waited_for_beyond_the_limit(tmp_path: 
     assert reads == 3
     with pytest.raises(ProcessFailed, match="server-1 did not publish"):
         rendezvous.wait_servers(folder, 2, 0.0, loading)
+    monkeypatch.setattr(rendezvous, "LOADING_S", 0.0)
+    with pytest.raises(ProcessFailed, match="server-1 did not publish"):
+        rendezvous.wait_servers(folder, 2, 0.0, lambda: ["server-1"])
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:

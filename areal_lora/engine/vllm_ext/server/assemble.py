@@ -126,8 +126,9 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=longest,
         max_num_seqs=max_num_seqs(config),
-        # CPUs do not split a prompt, so that one step must hold the longest.
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest * on_cpu),
+        max_num_batched_tokens=max(
+            rollout.max_num_batched_tokens, rollout.max_num_seqs, 0 if slots.splits_prompts(config) else longest
+        ),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
         enable_prefix_caching=not rollout.deterministic,

@@ -211,12 +211,12 @@ class Spinning(Library):
         self.stuck = not all(other.aborted.wait(deadline - time.monotonic()) for other in self._device)
 
 
-def test_the_groups_of_a_worker_are_left_at_once() -> None:
+def test_the_groups_of_a_worker_are_left_at_once(slept: Slept) -> None:
     """One server is stopped: its receives and those of all others spin, in each group of each worker."""
     device: list[Spinning] = []
     lane = RecordedLane([], CPU)
     groups = [BroadcastGroup(ENDPOINT, 1, Backend(Spinning(device), lane), CPU, leave=lambda: None) for _ in range(3)]
-    deadline = time.monotonic() + 0.2
+    deadline = slept.now + 20.0
     transfers = [group.start(torch.zeros(4, dtype=torch.uint8), deadline) for group in groups]
     with pytest.raises(PublishError, match="has not ended in time"):
         transfers[0].wait()
@@ -237,6 +237,28 @@ def test_who_waits_in_a_group_that_another_thread_leaves_does_not_call_into_it_a
             waiting.result(LONG_S / 2)
         assert transfer.done()
         assert not device[0].asked_while_aborted
+
+
+def test_nothing_is_polled_while_another_group_is_left() -> None:
+    """A poll may wait for the abort, and would keep the GIL meanwhile."""
+    first, second, polls = Library([]), Library([]), list[int]()
+    entered, goes_on = threading.Event(), threading.Event()
+    first.ended = lambda: bool(polls.append(0))
+    second.abort = lambda: entered.set() or goes_on.wait(LONG_S)  # type: ignore[method-assign,return-value]
+    with member(1, first, []) as waits, member(1, second, []) as leaves, ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(waits.start(torch.zeros(4, dtype=torch.uint8), time.monotonic() + LONG_S).wait)
+        while not polls:
+            time.sleep(0.001)
+        left = pool.submit(leaves.close)
+        assert entered.wait(LONG_S)
+        before = len(polls)
+        time.sleep(0.05)
+        assert len(polls) == before
+        first.ended = lambda: True
+        assert not waiting.done()
+        goes_on.set()
+        left.result(LONG_S)
+        waiting.result(LONG_S)
 
 
 def test_a_communicator_that_does_not_form_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_no_thread_of_a_receiver_stays_on_the_first_device(monkeypatch: pytest.M
 
     def join_group(endpoint: SourceEndpoint, *place: object) -> BroadcastGroup:
         note("join")
-        return cast(BroadcastGroup, SimpleNamespace(close=lambda: None))
+        return cast(BroadcastGroup, SimpleNamespace(detach=list))
 
     def on_staged(result: StageResult) -> None:
         note("stage")

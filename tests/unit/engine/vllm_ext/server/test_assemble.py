@@ -66,10 +66,17 @@ def test_further_arguments_reach_vllm() -> None:
         args_of("rollout.engine_args.quantisation=fp8")
 
 
-@pytest.mark.parametrize(("device", "tokens"), [("cpu", 2049), ("cuda", 1024)])
-def test_a_step_holds_a_whole_prompt_only_where_prompts_are_not_split(device: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("key", "tokens"),
+    [
+        ("cluster.device=cpu", 2049),
+        ("cluster.device=cuda", 1024),
+        ("rollout.engine_args.enable_chunked_prefill=false", 2049),
+    ],
+)
+def test_a_step_holds_a_whole_prompt_only_where_prompts_are_not_split(key: str, tokens: int) -> None:
     keys = ("rollout.max_model_len=2048", "rollout.max_num_batched_tokens=1024", "rollout.kv_cache_gib=1")
-    assert args_of(f"cluster.device={device}", *keys).max_num_batched_tokens == tokens
+    assert args_of("cluster.device=cuda", *keys, key).max_num_batched_tokens == tokens
 
 
 def test_merged_experts_have_a_kernel_of_their_order_unless_another_is_chosen() -> None:
