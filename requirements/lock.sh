@@ -8,7 +8,8 @@ cd "$here/.."
 lock() { # ROLE EXTRA...
     role=$1
     shift
-    uv pip compile --quiet --no-annotate --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
+    # fast-hadamard-transform: optional to Megatron-core, without a wheel, and its sources lack the kernels.
+    uv pip compile --quiet --no-annotate --no-emit-package fast-hadamard-transform --python-version 3.12 --python-platform x86_64-manylinux_2_39 \
         --custom-compile-command "requirements/lock.sh" --output-file "$out/gpu-$role.txt" \
         $(printf -- '--extra %s ' "$@") pyproject.toml "requirements/gpu-$role.in"
 }

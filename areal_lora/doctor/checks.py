@@ -78,6 +78,8 @@ def version_findings(roles: Sequence[RoleFacts], engine: str, device: str, host:
     for role in answered:
         where, packages = f"{role.role}.python on {host}", role.packages
         needs = NEEDS[engine if role.role == "trainer" else role.role]
+        if (role.role, engine, device) == ("trainer", "megatron", "cuda"):
+            needs += (("transformer-engine-torch",),)  # on CPUs Megatron has layers of its own
         missing = [" or ".join(group) for group in needs if packages.keys().isdisjoint(group)]
         fix = f"install the requirements of this role for {role.python}"
         bad = [(f"{group} is not installed", fix) for group in missing] + list(_clashes(role))

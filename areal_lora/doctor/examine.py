@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.facts import gather_facts
+from areal_lora.config.load import examples
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance, read_config, write_config
 from areal_lora.config.sections.run import ClusterConfig
@@ -62,7 +63,9 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
         with step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
             nodes = _nodes(config, folder, place, hosts)
         speeds: list[probes.BandwidthFacts] = []
-        backends = ("gloo", "nccl") if config.cluster.device == "cuda" else ("gloo",)
+        # NCCL refuses two members on one device.
+        nccl = config.cluster.device == "cuda" and (len(hosts) > 1 or len(_visible(config.cluster)) > 1)
+        backends = ("gloo", "nccl") if nccl and not config.cluster.share_devices else ("gloo",)
         for backend in backends if place is not None and not quick else ():
             with step(f"{backend} bandwidth"):
                 speeds.append(_bandwidth(config, place, hosts, backend))
@@ -135,14 +138,20 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     world = max(2, len(hosts))
     python = probes.interpreters(config)["trainer"]
     module = [python, "-m", probes.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
-    commands = [[*module, "--rank", str(rank)] for rank in range(world)]
+    variable = VISIBLE.get(config.cluster.device, "")
+    ranks = [([*module, "--rank", str(rank)], rank) for rank in range(world)]
     if len(hosts) > 1:
         srun = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
-        commands = [[*srun, "--cpus-per-task=1", *module]]
+        ranks = [([*srun, "--cpus-per-task=1", *module], 0)]
     problem = "no answer"
+
+    def measure(command: list[str], rank: int) -> None:
+        own = {variable: _visible(config.cluster)[rank]} if backend == "nccl" and len(hosts) <= 1 else {}
+        probes.answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1", **own)
+
     try:
         with ThreadPoolExecutor(world) as pool:
-            list(pool.map(lambda command: probes.answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1"), commands))
+            list(pool.map(lambda of: measure(*of), ranks))
     except probes.NoAnswer as error:
         problem = str(error)
     try:
@@ -151,7 +160,7 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
         return probes.BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)
 
 
-TINY_MODEL = Path(__file__).resolve().parents[2] / "examples" / "math" / "tiny_model"
+TINY_MODEL = examples() / "math" / "tiny_model"
 MOST_S, STOP_S, POLL_S = 240.0, 4.0, 0.1
 RANK, NAME = 4, "canary"
 B_SCALE = 0.05
@@ -181,7 +190,11 @@ def canary_config(root: Path, like: Config | None = None) -> Config:
                 "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
             }
         ],
-        "trainer": {"world_size": 1, "python": like and like.trainer.python},
+        "trainer": {
+            "world_size": 1,
+            "engine": like.trainer.engine if like is not None else "megatron",
+            "python": like and like.trainer.python,
+        },
         "rollout": {
             "python": like and like.rollout.python,
             "max_lora_rank": 8,
@@ -236,9 +249,15 @@ def _process(folder: RunFolder, cluster: ClusterConfig, role: str, python: str, 
     if role == TRAINER:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if variable := VISIBLE.get(cluster.device):
-        devices = os.environ.get(variable, "0,1").split(",")
+        devices = _visible(cluster)
         env[variable] = devices[0] if role == TRAINER or cluster.share_devices else devices[-1]
     return ProcessSpec(role, 0, (python, "-m", module, "--run-folder", str(folder), *more), env)
+
+
+def _visible(cluster: ClusterConfig) -> list[str]:
+    """Devices that this process may use; where that is unset, the first two of ``cluster.devices_per_node``."""
+    listed = os.environ.get(VISIBLE.get(cluster.device, ""), ",".join(("0", "1")[: cluster.devices_per_node]))
+    return [device for device in listed.split(",") if device]
 
 
 def _last_error(log: Path, code: int | None) -> str:

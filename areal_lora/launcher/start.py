@@ -334,6 +334,7 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
 
 ENGINES = {"megatron": ("megatron.core", "megatron.bridge"), "fsdp": ("transformers",)}
 """Modules of the trainer role by engine; its other packages are dependencies of these or of areal_lora."""
+TRANSFORMER_ENGINE = "transformer_engine_torch"  # of Megatron's layers on GPUs; built against the installed torch
 SERVERS = ("vllm",)
 
 
@@ -342,8 +343,9 @@ def check_packages(config: Config) -> None:
 
     Roles with an interpreter of their own are examined by `areal-lora doctor`.
     """
+    on_gpus = config.trainer.engine == "megatron" and config.cluster.device == "cuda"
     for role, modules, own in (
-        ("trainer", ENGINES[config.trainer.engine], config.trainer.python),
+        ("trainer", (*ENGINES[config.trainer.engine], *[TRANSFORMER_ENGINE] * on_gpus), config.trainer.python),
         ("rollout", SERVERS, config.rollout.python),
     ):
         for module in modules if own in (None, sys.executable) else ():

@@ -28,13 +28,13 @@ LINES = {
     "algorithms": 1583,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1430,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2331,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4537,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room beside vLLM
+    "config": 4548,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room beside vLLM
     "data": 857,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
-    "doctor": 949,
-    "engine": 11812,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
+    "doctor": 970,  # a device for each member of a measurement; the engine of the run
+    "engine": 11817,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
-    "launcher": 4763,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures
+    "launcher": 4765,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures
     "library": 471,  # loss, advantage
     "network": 1025,  # listening; types of /v1/tool_calls and schemas; the client of served models; replies in parts
     "obs": 4585,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs

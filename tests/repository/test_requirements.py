@@ -82,6 +82,23 @@ def test_the_pins_can_be_installed_together(role: str) -> None:
     assert "==" in uv("uv", "pip", "compile", "--quiet", *target, f"requirements/gpu-{role}.txt")
 
 
+BUILT = {"transformer-engine-torch", "antlr4-python3-runtime", "wget"}
+"""Pins without a wheel: the first against the installed torch, the others are Python alone."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@asks_an_index
+@pytest.mark.parametrize("role", ROLES)
+def test_pins_have_wheels(role: str, tmp_path: Path) -> None:
+    """pip builds nothing that needs the role's own torch, or sources that are not whole."""
+    lines = [f"{name}=={version}" for name, version in pins(REQUIREMENTS / f"gpu-{role}.txt").items()]
+    file = tmp_path / "wheels.txt"
+    file.write_text("\n".join(line for line in lines if line.partition("==")[0] not in BUILT))
+    target = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39", "--no-deps", "--no-build")
+    assert "==" in uv("uv", "pip", "compile", "--quiet", *target, str(file))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @asks_an_index

@@ -61,6 +61,7 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding("model.shared_memory", reason, fix)
 
 
+FP8_BLOCK = 128
 QUANTIZATION = "rollout.engine_args.quantization"
 
 
@@ -74,10 +75,20 @@ def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.cluster.device == "cpu" and (kind != "fp8_per_channel" or (shape and shape.experts)):
         reason = "vLLM's CPU build quantises only linear layers, with fp8_per_channel, and no experts"
         yield Finding(QUANTIZATION, reason, "leave it out, or use fp8_per_channel and a dense model")
+    elif kind == "fp8_per_block" and (padded := _padded_experts(config, shape)):
+        reason = f"vLLM pads a device's part of an expert from {padded} columns to whole blocks of {FP8_BLOCK}"
+        yield Finding(QUANTIZATION, f"{reason}, slots do not", "use fp8_per_channel, or rollout.expert_parallel=true")
     elif config.rollout.quantised is None:
         reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch, and not in the plan"
         fix = "use fp8_per_channel or fp8_per_tensor, or set weight_sync.probe_tolerance"
         yield warning(QUANTIZATION, reason, fix)
+
+
+def _padded_experts(config: Config, shape: ModelShape | None) -> int:
+    """Columns of an expert on a device, where they are no whole blocks of vLLM's fp8_per_block; else 0."""
+    rollout = config.rollout
+    columns = 0 if shape is None or rollout.expert_parallel else shape.expert_ffn // rollout.tp
+    return columns if columns % FP8_BLOCK else 0
 
 
 def _hosts(config: Config, facts: Facts, memory: Sequence[Memory]) -> Iterator[Finding]:

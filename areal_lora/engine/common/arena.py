@@ -37,6 +37,9 @@ from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import LORA_A, LORA_B, Piece, RowRanges, SiteKey, pieces_of, sites_of
 from areal_lora.types import AdapterSpec
 
+HYBRIDEP_CHUNK = 128
+"""Tokens of a chunk of DeepEP's HybridEP kernels, by default; a part of one is an error, or a hang."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
@@ -50,6 +53,7 @@ class ParallelLayout:
     stage_layers: tuple[int, ...]  # how many layers each virtual stage has; stage i of pp has the i-th of every pp
     experts: int  # 0: a dense model
     cp: int = 1
+    chunk: int = 1  # a rank computes a multiple of so many tokens
 
     @classmethod
     def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> "ParallelLayout":
@@ -73,6 +77,7 @@ class ParallelLayout:
             stage_layers=split_layers(config, layers),
             experts=experts,
             cp=config.cp,
+            chunk=HYBRIDEP_CHUNK if config.moe_dispatcher == "hybridep" else 1,
         )
 
     @property

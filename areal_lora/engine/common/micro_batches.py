@@ -39,7 +39,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         lengths,
         dp=layout.dp,
         token_budget=token_budget * layout.cp,
-        multiple=layout.tp if layout.cp == 1 else layout.tp * 2 * layout.cp,
+        multiple=layout.chunk * layout.tp * (1 if layout.cp == 1 else 2 * layout.cp),
         uniform=layout.pp > 1,
         rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
     )

@@ -7,7 +7,7 @@ import pytest
 
 from areal_lora.config.facts import GpuFacts
 from areal_lora.config.models import Config
-from areal_lora.doctor.checks import Level, check_all, shared_memory_bytes
+from areal_lora.doctor.checks import Level, check_all, shared_memory_bytes, version_findings
 from areal_lora.doctor.probes import BandwidthFacts, CanaryFacts, DoctorFacts, FolderFacts, NodeFacts, RoleFacts
 from tests.support.obs.fake_run import make_config
 
@@ -20,6 +20,7 @@ TRAINER = RoleFacts(
         "torch": "2.13.0+cpu",
         "megatron-core": "0.16.1",
         "megatron-bridge": "0.3.1",
+        "transformer-engine-torch": "2.18.0",
         "transformers": "5.19.0",
         "nvidia-nccl-cu12": "2.27",
     },
@@ -190,6 +191,13 @@ FAULTS: dict[str, tuple[DoctorFacts, Level, str, str]] = {
     ),
     "broken server": (canary("rollout server", "No module named 'x'"), Level.FAIL, "No module", "install the missing"),
 }
+
+
+@pytest.mark.parametrize(("device", "missing"), [("cpu", 0), ("cuda", 1)])
+def test_megatron_on_gpus_needs_what_is_built_of_transformer_engine(device: str, missing: int) -> None:
+    trainer = with_packages(TRAINER, transformer_engine_torch=None)
+    found = [one.reason for one in version_findings([trainer], "megatron", device, "n1") if one.level is Level.FAIL]
+    assert found == ["transformer-engine-torch is not installed"] * missing
 
 
 def problems(facts: DoctorFacts, of: Config) -> list[tuple[Level, str, str]]:

@@ -27,3 +27,17 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, module: 
     config = make_config()
     section = getattr(config, role).model_copy(update={"python": "/elsewhere/bin/python"})
     check_packages(config.model_copy(update={role: section}))
+
+
+@pytest.mark.parametrize(("device", "engine"), [("cuda", "megatron"), ("cuda", "fsdp"), ("cpu", "megatron")])
+def test_megatrons_layers_on_gpus_are_those_of_transformer_engine(device: str, engine: str) -> None:
+    config = make_config()
+    cluster = config.cluster.model_copy(update={"device": device})
+    config = config.model_copy(
+        update={"cluster": cluster, "trainer": config.trainer.model_copy(update={"engine": engine})}
+    )
+    if (device, engine) != ("cuda", "megatron"):
+        check_packages(config)
+        return
+    with pytest.raises(EnvironmentError_, match="has no package transformer_engine_torch"):
+        check_packages(config)

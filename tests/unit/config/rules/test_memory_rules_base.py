@@ -46,3 +46,16 @@ def test_the_bill_and_the_plan_do_not_know_other_ways() -> None:
     assert (path, severity) == ("rollout.engine_args.quantization", Severity.WARNING)
     assert "mxfp8" in reason
     assert "numerics" in reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"), [((4,), True), ((2,), False), ((4, "rollout.expert_parallel=true"), False)]
+)
+def test_experts_that_vllm_pads_to_whole_blocks_have_no_slots(keys: tuple[int, str], refused: bool) -> None:
+    """768 columns: 192 on each of 4 devices."""
+    tp, *more = keys
+    overrides = ["rollout.engine_args.quantization=fp8_per_block", f"rollout.tp={tp}", "rollout.servers=1", *more]
+    findings = check(load_config([JOB], overrides), Facts(hf_config=known_config(MOE)))
+    assert [f.severity for f in findings if "from 192 columns to whole blocks of 128" in f.reason] == (
+        [Severity.ERROR] * refused
+    )

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lora.config.models import TrainerConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.micro_batches import of_stage
+from areal_lora.engine.common.micro_batches import of_stage, plans_of
 from areal_lora.families.shape import ModelShape
 from tests.support.distributed.scores_ranks import deliver
 from tests.support.distributed.spawn import run_ranks
@@ -59,3 +60,14 @@ def test_a_stage_takes_the_routes_of_its_layers_with_experts() -> None:
             found = of_stage(batch, ShardedModel(shape=shape, layout=layout), rank).routes
             assert found is not None
             assert found.tolist() == routes[:, layers].tolist()
+
+
+@pytest.mark.parametrize(("dispatcher", "chunk"), [("alltoall", 1), ("deepep", 1), ("hybridep", 128)])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+def test_ranks_compute_whole_chunks_of_their_dispatcher(dispatcher: str, chunk: int, tp: int, cp: int) -> None:
+    """HybridEP's kernels take multiples of 128 tokens a rank."""
+    trainer = TrainerConfig(world_size=4, ep=2, tp=tp, cp=cp, moe_dispatcher=dispatcher)
+    batch = scoring_batch([[1] * n for n in (50, 300, 7, 501)], "a")
+    plans = plans_of(batch, ParallelLayout.of(trainer, layers=2, experts=4), 512)
+    assert plans
+    assert {plan.n_tokens % (chunk * tp * cp) for plan in plans} == {0}

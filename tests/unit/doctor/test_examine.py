@@ -1,0 +1,43 @@
+"""What the doctor's canary and measurements run with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.doctor import examine
+from tests.support.paths import EXAMPLES
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_the_canary_has_the_engine_of_the_run(engine: str, tmp_path: Path) -> None:
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+    like = load_config(files, [f"trainer.engine={engine}"])
+    assert examine.canary_config(tmp_path, like).trainer.engine == engine
+    assert examine.TINY_MODEL.is_dir()
+
+
+@pytest.mark.parametrize(("listed", "ranks"), [("4,6", ["4", "6"]), ("GPU-a", []), (None, ["0", "1"])])
+def test_members_of_a_measurement_on_one_machine_have_a_device_each(
+    listed: str | None, ranks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses two members on one device."""
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe_one_node.yaml"], [f"run.root={tmp_path}"])
+    started: list[str | None] = []
+
+    def answer(command: list[str], timeout_s: float, **variables: str) -> str:
+        if "nccl" in command:
+            started.append(variables.get("CUDA_VISIBLE_DEVICES"))
+            return ""
+        raise examine.probes.NoAnswer("none")
+
+    monkeypatch.setattr(examine.probes, "answer_of", answer)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    examine.examine(config, lambda line: None)
+    assert sorted(filter(None, started)) == ranks
