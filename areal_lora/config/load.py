@@ -274,8 +274,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(text, "is not an override", "write it as dotted.key=value")
     try:
-        return key, yaml.safe_load(raw)
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
+        return key, tracked(yaml.safe_load(raw), Origin(COMMAND_LINE, Path.cwd()))
+    except (yaml.YAMLError, ValueError, RecursionError):  # a date that does not exist; a value that is in itself
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 

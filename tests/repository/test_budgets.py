@@ -37,7 +37,7 @@ LINES = {
     "launcher": 4765,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures
     "library": 471,  # loss, advantage
     "network": 1025,  # listening; types of /v1/tool_calls and schemas; the client of served models; replies in parts
-    "obs": 4585,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
+    "obs": 4586,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; closed outputs
     "operations": 532,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 165,  # ranges of profilers; peaks, memory of devices; two torch versions; upload; lanes of threads
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections

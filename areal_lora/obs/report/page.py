@@ -169,7 +169,8 @@ class RunPage:
         pairs += [("remaining", duration(left))] if left is not None else []
         if published is not None:
             # A server whose fingerprints differ from the trainer's does not commit.
-            pairs.append((f"served by {published.servers} servers, fingerprints equal", f"v{published.version}"))
+            servers = f"{published.servers} server{'s' * (published.servers != 1)}"
+            pairs.append((f"served by {servers}, fingerprints equal", f"v{published.version}"))
             error = published.probe_mean_abs
             pairs += [("probe of what serves, mean |Δ logp|", number(error, 2))] if error is not None else []
         queue = view.steps[-1].metrics if view.steps else {}

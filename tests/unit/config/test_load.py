@@ -129,6 +129,7 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("adapters.gsm8k=3", ["cannot be replaced as a whole"]),
         ("run.name=[", ["not valid YAML"]),
         ("run.name=2026-02-30", ["not valid YAML"]),
+        ("run.name=&x [*x]", ["not valid YAML"]),
         ("adapters.0.optimizer.lr=.inf", ["adapters.0.optimizer.lr", "finite"]),
         ("adapters=3", ["adapters: 3 is not allowed", "give a list"]),
         ("run.steps=ten", ["run.steps", "'ten'", "(fix: give an integer)"]),
