@@ -230,7 +230,7 @@ def test_another_set_of_sources_can_connect_to_the_same_servers(cluster):
 def during_a_transfer(cluster, name, number, seed):
     """Publish the next version and send ``name`` a signal in the middle of its transfer: (report, seconds)."""
     server = cluster.servers[name]
-    server.pipe.send(("pause",))
+    server.ask("pause")
     cluster.version += 1
     cluster.begin("publish", cluster.version, seed, "")
     assert server.answer() == "midway"

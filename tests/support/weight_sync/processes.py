@@ -93,6 +93,7 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
             elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
                 signal.sigtimedwait({signal.SIGCONT}, 0)
                 writers[0].on_write = partial(pause, pipe, itertools.count())
+                pipe.send(None)  # from now on: a transfer that begins earlier may end without the pause
             elif what == "die":
                 die(*args)
                 pipe.send(None)
@@ -410,7 +411,7 @@ class Tree:
     def killed(self, name: str):
         """The report of a version in the middle of whose transfer ``name`` is killed."""
         server = self.servers[name]
-        server.pipe.send(("pause",))
+        server.ask("pause")
         job = self.begin()
         assert server.answer() == "midway"
         os.kill(server.process.pid, signal.SIGKILL)
