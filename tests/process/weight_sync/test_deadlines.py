@@ -215,7 +215,7 @@ def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(
 
 
 def test_packing_that_does_not_end_in_time_ends_the_publish():
-    with serve() as server, Ranks(server, timeout_s=1.0) as ranks:
+    with serve() as server, Ranks(server, timeout_s=3.0) as ranks:
         owned, aliases = share(values(0))
         layout, [publisher] = layout_of(owned, aliases), ranks.publishers
 
