@@ -33,7 +33,7 @@ from areal_lora.doctor import probes
 from areal_lora.doctor.checks import LOGS_BYTES, DoctorFinding, check_all
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.sites import adapter_size
-from areal_lora.launcher.plan import MODULES, SERVER, TRAINER, ProcessSpec, make_plan
+from areal_lora.launcher.plan import MODULES, ROLES, SERVER, TRAINER, ProcessSpec, make_plan
 from areal_lora.launcher.restarts import last_lines
 from areal_lora.launcher.slurm.job_query import hosts as expanded
 from areal_lora.launcher.supervise import Supervisor
@@ -72,7 +72,7 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
         flown = probes.CanaryFacts(skipped="--quick" if quick else "the run root cannot be written")
         if not quick and place is not None and not any(role.problem for node in nodes for role in node.roles):
             with step("the adapter canary"):
-                flown = fly(config, place)
+                flown = fly(config, place, _first(config, hosts))
         elif not quick and place is not None:
             flown = probes.CanaryFacts(skipped="an interpreter cannot be used")
     facts = probes.DoctorFacts(
@@ -127,8 +127,9 @@ def _nodes(config: Config, folder: probes.FolderFacts, place: Path | None, hosts
         return [probes.probe_node(config, folder, place)]
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     module = [sys.executable, "-m", probes.__name__, "--folder", str(place)]
+    limit_s = NODE_S + len(probes.slurm_of(config).srun_extra) * probes.IMAGE_S
     with contextlib.suppress(probes.NoAnswer):  # a node whose file is missing is a finding
-        probes.answer_of([*command, *module], NODE_S, OMP_NUM_THREADS="1")
+        probes.answer_of([*command, *module], limit_s, OMP_NUM_THREADS="1")
     return [msgspec.json.decode(path.read_bytes(), type=probes.NodeFacts) for path in sorted(place.glob("node-*.json"))]
 
 
@@ -138,26 +139,35 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     world = max(2, len(hosts))
     python = probes.interpreters(config)["trainer"]
     module = [python, "-m", probes.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
-    variable = VISIBLE.get(config.cluster.device, "")
-    ranks = [([*module, "--rank", str(rank)], rank) for rank in range(world)]
+    env = {"OMP_NUM_THREADS": "1"}
     if len(hosts) > 1:
-        srun = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
-        ranks = [([*srun, "--cpus-per-task=1", *module], 0)]
+        options = (f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1")
+        ranks = [[*probes.slurm_of(config).step("trainer", *options), *_with(env), *module]]
+    else:
+        own = [{VISIBLE[config.cluster.device]: d} for d in _visible(config.cluster)] if backend == "nccl" else [{}] * 2
+        prefix = probes.prefix_of(config, "trainer", _first(config, hosts))
+        ranks = [[*prefix, *_with(env | own[i]), *module, "--rank", str(i)] for i in range(world)]
     problem = "no answer"
-
-    def measure(command: list[str], rank: int) -> None:
-        own = {variable: _visible(config.cluster)[rank]} if backend == "nccl" and len(hosts) <= 1 else {}
-        probes.answer_of(command, BANDWIDTH_S, OMP_NUM_THREADS="1", **own)
 
     try:
         with ThreadPoolExecutor(world) as pool:
-            list(pool.map(lambda of: measure(*of), ranks))
+            list(pool.map(lambda command: probes.answer_of(command, BANDWIDTH_S), ranks))
     except probes.NoAnswer as error:
         problem = str(error)
     try:
         return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=probes.BandwidthFacts)
     except FileNotFoundError:
         return probes.BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem)
+
+
+def _first(config: Config, hosts: list[str]) -> str:
+    """The node for what needs one: of a Slurm job, the first of its allocation, whose submit host may lack devices."""
+    return hosts[0] if hosts and config.cluster.kind == "slurm" else ""
+
+
+def _with(env: dict[str, str]) -> list[str]:
+    """Words behind those of a step, which has devices of its own in the environment."""
+    return ["env", *(f"{name}={value}" for name, value in env.items())]
 
 
 TINY_MODEL = examples() / "math" / "tiny_model"
@@ -209,17 +219,19 @@ def canary_config(root: Path, like: Config | None = None) -> Config:
     return Config.model_validate(values)
 
 
-def fly(config: Config, root: Path) -> probes.CanaryFacts:
-    """Run the canary in ``root``, a folder of its own on the file system of the run root."""
+def fly(config: Config, root: Path, host: str) -> probes.CanaryFacts:
+    """Run the canary in ``root``, a folder of its own on the file system of the run root.
+
+    ``host``: node of the allocation; empty: this machine.
+    """
     if not TINY_MODEL.is_dir():
         return probes.CanaryFacts(skipped=f"{TINY_MODEL} is not there; it belongs to a checkout of the repository")
     folder = RunFolder(root / NAME, "")
     folder.logs.mkdir(parents=True)
-    cluster, python = config.cluster, probes.interpreters(config)
     write_config(folder, canary_config(root, config))
     create_secret(folder)
-    server = _process(folder, cluster, SERVER, python["rollout"], MODULES[SERVER], "--index", "0")
-    trainer = _process(folder, cluster, TRAINER, python["trainer"], "areal_lora.doctor.examine")
+    server = _process(folder, config, host, SERVER, MODULES[SERVER], "--index", "0")
+    trainer = _process(folder, config, host, TRAINER, "areal_lora.doctor.examine")
     codes: dict[str, int] = {}
     started, ready_s = time.monotonic(), 0.0
     try:
@@ -243,15 +255,17 @@ def fly(config: Config, root: Path) -> probes.CanaryFacts:
     return probes.CanaryFacts(side="rollout server", problem=problem)
 
 
-def _process(folder: RunFolder, cluster: ClusterConfig, role: str, python: str, module: str, *more: str) -> ProcessSpec:
+def _process(folder: RunFolder, config: Config, host: str, name: str, module: str, *more: str) -> ProcessSpec:
+    cluster, role = config.cluster, ROLES[name]
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env[SESSION_VARIABLE] = ""  # of a job in which the doctor may run
-    if role == TRAINER:
+    if name == TRAINER:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if variable := VISIBLE.get(cluster.device):
         devices = _visible(cluster)
-        env[variable] = devices[0] if role == TRAINER or cluster.share_devices else devices[-1]
-    return ProcessSpec(role, 0, (python, "-m", module, "--run-folder", str(folder), *more), env)
+        env[variable] = devices[0] if name == TRAINER or cluster.share_devices else devices[-1]
+    argv = (probes.interpreters(config)[role], "-m", module, "--run-folder", str(folder), *more)
+    return ProcessSpec(name, 0, (*probes.prefix_of(config, role, host), *_with(env), *argv), env)
 
 
 def _visible(cluster: ClusterConfig) -> list[str]:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import msgspec
 
 from areal_lora.config.facts import SHARED_MEMORY, GpuFacts, probe_gpus
 from areal_lora.config.models import Config
+from areal_lora.config.sections.run import Role, SlurmConfig
 from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import NO_FLOCK
@@ -108,7 +110,7 @@ class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
     canary: CanaryFacts = CanaryFacts(skipped="not requested")
 
 
-ANSWER_S = 30.0
+ANSWER_S, IMAGE_S = 30.0, 600.0  # an image is fetched by its first step
 BLOCK_BYTES = 1 << 20
 CONFIG = "examined.json"
 NBYTES, TIMES, MEET_S = 32 << 20, 4, 60.0
@@ -128,16 +130,21 @@ def answer_of(command: list[str], timeout_s: float = ANSWER_S, **variables: str)
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"it gave no answer within {timeout_s:g} s") from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
+        lines = done.stderr.strip().splitlines()
+        last = ([line for line in lines if not line.startswith("srun: ")] or lines or [""])[-1]
         raise NoAnswer(f"it ended with code {done.returncode}: {last}")
     return done.stdout
 
 
-def probe_role(role: str, python: str) -> RoleFacts:
-    """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get."""
-    printed = ""
+def probe_role(role: str, python: str, prefix: Sequence[str] = ()) -> RoleFacts:
+    """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get.
+
+    ``prefix``: words before the interpreter. The text of the script is an argument: a container lacks its file.
+    """
+    printed, script = "", Path(role_probe.__file__).read_text(encoding="utf-8")
     try:
-        printed = answer_of([python, str(Path(role_probe.__file__).resolve())], PYTHONDONTWRITEBYTECODE="1")
+        timeout_s = IMAGE_S if prefix else ANSWER_S
+        printed = answer_of([*prefix, python, "-c", script], timeout_s, PYTHONDONTWRITEBYTECODE="1")
         return msgspec.convert({"role": role, "python": python, **msgspec.json.decode(printed)}, RoleFacts)
     except NoAnswer as error:
         problem = str(error)
@@ -228,8 +235,27 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) 
         clock_ahead_s=None if shared is None or folder.write else _clock_ahead_s(shared),
         gpus=probe_gpus() if config.cluster.device == "cuda" else [],
         folder=folder,
-        roles=[probe_role(role, python) for role, python in interpreters(config).items()],
+        roles=_roles(config),
     )
+
+
+def _roles(config: Config) -> list[RoleFacts]:
+    """Those of an allocation are in a step of their own where options of srun start a container."""
+    slurm, here = slurm_of(config), node_name() if "SLURM_JOB_ID" in os.environ else ""
+    prefixes = {role: prefix_of(config, role, here * (role in slurm.srun_extra)) for role in interpreters(config)}
+    return [probe_role(role, python, prefixes[role]) for role, python in interpreters(config).items()]
+
+
+def slurm_of(config: Config) -> SlurmConfig:
+    """How roles are started; without settings where the cluster is no Slurm."""
+    return config.cluster.slurm if config.cluster.kind == "slurm" else SlurmConfig()
+
+
+def prefix_of(config: Config, role: Role, host: str = "") -> list[str]:
+    """Words before the interpreter of ``role``, as in a run: here, or as a step on ``host`` of the allocation."""
+    slurm, devices = slurm_of(config), [] if config.cluster.device == "cpu" else ["--gpu-bind=none"]
+    options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", *devices]
+    return slurm.step(role, *options) if host else slurm.prefix(role)
 
 
 def node_name() -> str:
@@ -237,7 +263,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def interpreters(config: Config) -> dict[str, str]:
+def interpreters(config: Config) -> dict[Role, str]:
     """Interpreter of each role; that of the controller is the one which runs this."""
     return {"trainer": config.trainer.python or sys.executable, "rollout": config.rollout.python or sys.executable}
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from areal_lora.config.sections.run import ClusterConfig
+from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.config.sizing.slots import pools_of
@@ -391,17 +391,15 @@ def _end(process: Process) -> None:
 def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Words before the interpreter of a worker, by node with the role `environment`; empty without such nodes.
 
-    ``environ``: of a step of the Slurm job. Lines of ``setup`` print to the log, since the output is the pipe.
+    ``environ``: of a step of the Slurm job.
     """
-    slurm, pools, role = cluster.slurm, pools_of(cluster), "environment"
+    role: Role = "environment"
+    pools = pools_of(cluster)
     for i, pool in enumerate(pools):
         if role in pool.roles:
             job = environ.get("SLURM_JOB_ID_HET_GROUP_0", environ["SLURM_JOB_ID"])
-            words = ["srun", "--overlap", f"--jobid={job}", *([f"--het-group={i}"] if len(pools) > 1 else [])]
-            words += ["--nodes=1", "--ntasks=1", "--unbuffered", "--kill-on-bad-exit=1", f"--job-name={role}"]
-            words += ["--mem=0", "--cpu-bind=none", *slurm.srun_extra.get(role, [])]
-            setup = "".join(f"{line} || exit 69\n" for line in slurm.setup)
-            then = ["bash", "-c", f'{{ :\n{setup}}} >&2\nexec "$@"', "bash", *slurm.wrapper.get(role, [])]
+            of_the_job = [f"--jobid={job}", *([f"--het-group={i}"] if len(pools) > 1 else [])]
+            options = [*of_the_job, "--nodes=1", "--ntasks=1", f"--job-name={role}"]
             hosts = environ[NODES_VARIABLE].split()[pool.first_node :][: pool.nodes]
-            return {host: [*words, f"--nodelist={host}", *then] for host in hosts}
+            return {host: cluster.slurm.step(role, *options, f"--nodelist={host}") for host in hosts}
     return {}

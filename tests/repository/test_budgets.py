@@ -28,10 +28,10 @@ LINES = {
     "algorithms": 1583,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1430,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2331,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4548,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room beside vLLM
+    "config": 4559,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room; steps
     "data": 857,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
-    "doctor": 970,  # a device for each member of a measurement; the engine of the run
+    "doctor": 1010,  # a device for each member of a measurement; the engine of the run; containers of Slurm
     "engine": 11817,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
     "launcher": 4765,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures
@@ -41,7 +41,7 @@ LINES = {
     "operations": 532,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 165,  # ranges of profilers; peaks, memory of devices; two torch versions; upload; lanes of threads
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8173,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
+    "rollout": 8171,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic, grammars; launchers; exits
     "run_folder": 1101,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; page; chats; loads
     "service": 5251,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects
     "tasks": 3193,  # the time of scoring; reward models; mapped rows, rows by column; bad text; damaged tables

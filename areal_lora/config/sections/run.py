@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.sections.section import NAME, TIME_LIMIT, LocalPath, NonNegInt, Port, PositiveInt, Section
+from areal_lora.errors import ExitCode
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
@@ -286,6 +287,16 @@ class SlurmConfig(Section):
     """Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`."""
     components: list[SlurmComponent] = Field([])
     """Components of a heterogeneous job, each with nodes of its own; empty: one allocation."""
+
+    def prefix(self, role: Role) -> list[str]:
+        """Words before the interpreter of ``role``: lines of `setup`, which print to standard error, and `wrapper`."""
+        lines = [f"{{ trap 'exit {int(ExitCode.MISSING)}' ERR", *self.setup, "trap - ERR; } >&2", 'exec "$@"']
+        return [*(["bash", "-c", "\n".join(lines), "bash"] if self.setup else []), *self.wrapper.get(role, [])]
+
+    def step(self, role: Role, *options: str) -> list[str]:
+        """Words that start ``role`` as a step of the allocation, on nodes named by ``options`` of srun."""
+        words = ["srun", "--overlap", *options, "--unbuffered", "--kill-on-bad-exit=1", "--mem=0", "--cpu-bind=none"]
+        return [*words, *self.srun_extra.get(role, []), *self.prefix(role)]
 
 
 class ClusterConfig(Section):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_node_of_the_allocation_is_examined(slurm: Slurm, tmp_path: Path) -> None:
+    """The trainer's interpreter exists only where an option of srun, a line of setup and a wrapper lead to it."""
     example = configs("gsm8k_grpo_megatron_lora_moe", "embedded")
-    doctor = [*COMMAND, "doctor", *example, f"run.root={tmp_path}", "--quick", "--json"]
+    image = tmp_path / "image"
+    image.write_text(f'#!/bin/sh\n[ "$IMAGE$LINE" = 12 ] && shift && exec {shlex.quote(sys.executable)} "$@"\n')
+    image.chmod(0o755)
+    (root := tmp_path / "runs").mkdir()
+    within = {"trainer.python": "/in/the/image/python", "cluster.kind": "slurm"}
+    within |= {
+        "cluster.slurm.setup": "[export LINE=2, echo printed]",
+        "cluster.slurm.wrapper": f"{{trainer: ['{image}']}}",
+    }
+    within |= {"cluster.slurm.srun_extra": "{trainer: ['--export=ALL,IMAGE=1']}", "run.root": str(root)}
+    doctor = [*COMMAND, "doctor", *example, *map("=".join, within.items()), "--quick", "--json"]
     done = subprocess.run(
         ["salloc", "--quiet", "--nodes=3", *doctor],
         cwd=ROOT,
@@ -28,8 +41,10 @@ def test_every_node_of_the_allocation_is_examined(slurm: Slurm, tmp_path: Path) 
         check=False,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert {one["path"] for one in report["findings"] if one["check"] == "clock"} == {"n1", "n2", "n3"}
     assert "looking at 3 nodes of the allocation" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    roles = [one for one in report["findings"] if one["check"] == "interpreter"]
+    assert len(roles) == 6
+    assert list(root.iterdir()) == []

@@ -21,6 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.sizes import size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROLES = ("trainer", "rollout")
 DOCTOR = ("-m", "areal_lora", "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
 needs_mounts = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
@@ -146,8 +147,11 @@ def test_environments_without_the_plugin_and_vllm_and_with_different_code(tmp_pa
 def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, fault: str
 ) -> None:
+    """Its roles start as in a Slurm job, behind a line of setup and words of a wrapper."""
     roles = forked_roles(tmp_path_factory.mktemp("roles"), "trainer.python", "rollout.python")
-    for _, _, path in (role.partition("=") for role in roles):
+    roles += ["cluster.kind=slurm", "cluster.slurm.setup=[export IMAGE=it, echo printed]"]
+    roles += [f"cluster.slurm.wrapper.{role}=[bash, -c, '[ $IMAGE = it ] && exec \"$@\"', bash]" for role in ROLES]
+    for _, _, path in (role.partition("=") for role in roles if ".python=" in role):
         forks = Path(path).rename(f"{path} of modules")
         Path(path).write_text(
             f'#!/bin/sh\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"\n'
