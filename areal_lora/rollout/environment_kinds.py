@@ -243,7 +243,7 @@ async def _mcp_tools(session: Any) -> AsyncIterator[Any]:
 
 
 async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:
-    """What the tool returned, or why it was not called, for the model to read."""
+    """What the tool returned, or why it was not called, for the model to read: texts, and the types of other parts."""
     try:
         arguments = json.loads(function["arguments"])
         if function["name"] not in sessions or not isinstance(arguments, dict):
@@ -251,7 +251,7 @@ async def _tool_text(sessions: dict[str, Any], function: dict[str, str]) -> str:
     except ValueError as error:
         return f"error: {error}"
     result = await sessions[function["name"]].call_tool(function["name"], arguments)
-    return "\n".join(part.text for part in result.content if part.type == "text")
+    return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
 
 
 class OpenEnv(WorkerKind):

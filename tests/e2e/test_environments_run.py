@@ -38,7 +38,7 @@ A:{% endif %}{% elif message.role == 'assistant' %}{{ message.content }}
 {%- else %}{{ eos_token }}{% endif %}
 {%- elif message.role == 'tool' %}{{ message.content }}{% endif %}
 {%- endfor -%}"""
-STEPS = 3
+STEPS = 2
 SDK_STEPS = 2
 PARSER = f"{ROOT / 'tests' / 'support' / 'agents' / 'own_format.py'}:CalculationParser"
 

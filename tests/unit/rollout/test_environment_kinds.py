@@ -1,4 +1,4 @@
-"""An MCP server whose list of tools has pages: a real session over pipes."""
+"""An MCP server whose list of tools has pages and whose tool draws: a real session over pipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.environment_kinds import _mcp_session, _mcp_tools
+from areal_lora.rollout.environment_kinds import _mcp_session, _mcp_tools, _tool_text
 
 PAGED = """
 import asyncio
@@ -29,8 +29,13 @@ async def listed(_, params):
     return types.ListToolsResult(tools=[tool] * (page != 1), next_cursor=str(page + 1) if page < 3 else END)
 
 
+async def drawn(_, params):
+    image = types.ImageContent(type="image", data="aGk=", mime_type="image/png")
+    return types.CallToolResult(content=[types.TextContent(type="text", text=f"{params.arguments}"), image])
+
+
 async def main():
-    server = Server("pages", on_list_tools=listed)
+    server = Server("pages", on_list_tools=listed, on_call_tool=drawn)
     async with stdio_server() as (read, write):
         await server.run(read, write, server.create_initialization_options())
 
@@ -40,13 +45,14 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("end", ["none", "empty", "repeated"])
-def test_the_tools_of_all_pages_are_the_models(end: str, tmp_path: Path) -> None:
+def test_the_tools_of_all_pages_are_the_models_and_it_reads_what_they_return(end: str, tmp_path: Path) -> None:
     """The second page is empty: only the cursor tells whether one follows."""
     script = tmp_path / "pages.py"
     script.write_text(PAGED)
 
     async def names() -> list[str]:
         async with _mcp_session(shlex.join([sys.executable, str(script), end])) as session:
-            return [tool.name async for tool in _mcp_tools(session)]
+            tools = [tool.name async for tool in _mcp_tools(session)]
+            return [*tools, await _tool_text({"draw": session}, {"name": "draw", "arguments": '{"a": 1}'})]
 
-    assert asyncio.run(names()) == ["tool-0", "tool-2", "tool-3"]
+    assert asyncio.run(names()) == ["tool-0", "tool-2", "tool-3", "{'a': 1}\n[image]"], "an image is named, not dropped"
