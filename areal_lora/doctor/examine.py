@@ -139,14 +139,14 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
     world = max(2, len(hosts))
     python = probes.interpreters(config)["trainer"]
     module = [python, "-m", probes.__name__, "--folder", str(place), "--backend", backend, "--world", str(world)]
-    env = {"OMP_NUM_THREADS": "1"}
     if len(hosts) > 1:
         options = (f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1")
-        ranks = [[*probes.slurm_of(config).step("trainer", *options), *_with(env), *module]]
+        ranks = [[*probes.slurm_of(config).step("trainer", *options, OMP_NUM_THREADS="1"), *module]]
     else:
         own = [{VISIBLE[config.cluster.device]: d} for d in _visible(config.cluster)] if backend == "nccl" else [{}] * 2
-        prefix = probes.prefix_of(config, "trainer", _first(config, hosts))
-        ranks = [[*prefix, *_with(env | own[i]), *module, "--rank", str(i)] for i in range(world)]
+        own = [env | {"OMP_NUM_THREADS": "1"} for env in own[:world]]
+        prefixes = [probes.prefix_of(config, "trainer", _first(config, hosts), **env) for env in own]
+        ranks = [[*prefix, *module, "--rank", str(i)] for i, prefix in enumerate(prefixes)]
     problem = "no answer"
 
     try:
@@ -165,14 +165,10 @@ def _first(config: Config, hosts: list[str]) -> str:
     return hosts[0] if hosts and config.cluster.kind == "slurm" else ""
 
 
-def _with(env: dict[str, str]) -> list[str]:
-    """Words behind those of a step, which has devices of its own in the environment."""
-    return ["env", *(f"{name}={value}" for name, value in env.items())]
-
-
 TINY_MODEL = examples() / "math" / "tiny_model"
 MOST_S, STOP_S, POLL_S = 240.0, 4.0, 0.1
 RANK, NAME = 4, "canary"
+SLURMS = ("srun: ", "slurmstepd")
 B_SCALE = 0.05
 SERVER_S = 120.0
 
@@ -265,7 +261,7 @@ def _process(folder: RunFolder, config: Config, host: str, name: str, module: st
         devices = _visible(cluster)
         env[variable] = devices[0] if name == TRAINER or cluster.share_devices else devices[-1]
     argv = (probes.interpreters(config)[role], "-m", module, "--run-folder", str(folder), *more)
-    return ProcessSpec(name, 0, (*probes.prefix_of(config, role, host), *_with(env), *argv), env)
+    return ProcessSpec(name, 0, (*probes.prefix_of(config, role, host, **env), *argv), {})
 
 
 def _visible(cluster: ClusterConfig) -> list[str]:
@@ -275,7 +271,7 @@ def _visible(cluster: ClusterConfig) -> list[str]:
 
 
 def _last_error(log: Path, code: int | None) -> str:
-    lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
+    lines = [line.strip() for line in last_lines(log, 200) if line.strip() and not line.startswith(SLURMS)]
     errors = [line for line in lines if " ERROR " in line or "Error: " in line]
     how = "it gave no answer in time" if code is None else f"it ended with code {code}"
     return f"{how}; {(errors or lines or ['no output'])[-1][:600]}"

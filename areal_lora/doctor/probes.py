@@ -136,14 +136,13 @@ def answer_of(command: list[str], timeout_s: float = ANSWER_S, **variables: str)
     return done.stdout
 
 
-def probe_role(role: str, python: str, prefix: Sequence[str] = ()) -> RoleFacts:
+def probe_role(role: str, python: str, prefix: Sequence[str] = (), timeout_s: float = ANSWER_S) -> RoleFacts:
     """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get.
 
     ``prefix``: words before the interpreter. The text of the script is an argument: a container lacks its file.
     """
     printed, script = "", Path(role_probe.__file__).read_text(encoding="utf-8")
     try:
-        timeout_s = IMAGE_S if prefix else ANSWER_S
         printed = answer_of([*prefix, python, "-c", script], timeout_s, PYTHONDONTWRITEBYTECODE="1")
         return msgspec.convert({"role": role, "python": python, **msgspec.json.decode(printed)}, RoleFacts)
     except NoAnswer as error:
@@ -242,8 +241,9 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) 
 def _roles(config: Config) -> list[RoleFacts]:
     """Those of an allocation are in a step of their own where options of srun start a container."""
     slurm, here = slurm_of(config), node_name() if "SLURM_JOB_ID" in os.environ else ""
+    limit_s = IMAGE_S if slurm.srun_extra or slurm.wrapper else ANSWER_S
     prefixes = {role: prefix_of(config, role, here * (role in slurm.srun_extra)) for role in interpreters(config)}
-    return [probe_role(role, python, prefixes[role]) for role, python in interpreters(config).items()]
+    return [probe_role(role, python, prefixes[role], limit_s) for role, python in interpreters(config).items()]
 
 
 def slurm_of(config: Config) -> SlurmConfig:
@@ -251,11 +251,14 @@ def slurm_of(config: Config) -> SlurmConfig:
     return config.cluster.slurm if config.cluster.kind == "slurm" else SlurmConfig()
 
 
-def prefix_of(config: Config, role: Role, host: str = "") -> list[str]:
-    """Words before the interpreter of ``role``, as in a run: here, or as a step on ``host`` of the allocation."""
+def prefix_of(config: Config, role: Role, host: str = "", **env: str) -> list[str]:
+    """Words before the interpreter of ``role``, as in a run: here, or as a step on ``host`` of the allocation.
+
+    ``env`` is set behind those of a step, which has devices of its own in the environment.
+    """
     slurm, devices = slurm_of(config), [] if config.cluster.device == "cpu" else ["--gpu-bind=none"]
     options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", *devices]
-    return slurm.step(role, *options) if host else slurm.prefix(role)
+    return slurm.step(role, *options, **env) if host else slurm.prefix(role, **env)
 
 
 def node_name() -> str:

@@ -288,15 +288,17 @@ class SlurmConfig(Section):
     components: list[SlurmComponent] = Field([])
     """Components of a heterogeneous job, each with nodes of its own; empty: one allocation."""
 
-    def prefix(self, role: Role) -> list[str]:
-        """Words before the interpreter of ``role``: lines of `setup`, which print to standard error, and `wrapper`."""
+    def prefix(self, role: Role, **env: str) -> list[str]:
+        """Words before the interpreter of ``role``: lines of `setup`, printing to stderr, ``env``, `wrapper`."""
         lines = [f"{{ trap 'exit {int(ExitCode.MISSING)}' ERR", *self.setup, "trap - ERR; } >&2", 'exec "$@"']
-        return [*(["bash", "-c", "\n".join(lines), "bash"] if self.setup else []), *self.wrapper.get(role, [])]
+        words = ["bash", "-c", "\n".join(lines), "bash"] if self.setup else []
+        words += ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+        return [*words, *self.wrapper.get(role, [])]
 
-    def step(self, role: Role, *options: str) -> list[str]:
+    def step(self, role: Role, *options: str, **env: str) -> list[str]:
         """Words that start ``role`` as a step of the allocation, on nodes named by ``options`` of srun."""
         words = ["srun", "--overlap", *options, "--unbuffered", "--kill-on-bad-exit=1", "--mem=0", "--cpu-bind=none"]
-        return [*words, *self.srun_extra.get(role, []), *self.prefix(role)]
+        return [*words, *self.srun_extra.get(role, []), *self.prefix(role, **env)]
 
 
 class ClusterConfig(Section):
