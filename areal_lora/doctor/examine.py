@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import MODULES, ROLES, SERVER, TRAINER, ProcessSpec, make_plan
 from areal_lora.launcher.restarts import last_lines
-from areal_lora.launcher.slurm.job_query import hosts as expanded
+from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.supervise import Supervisor
-from areal_lora.processes.startup import VISIBLE, collector_paused
+from areal_lora.processes.startup import DEVICES_VARIABLE, VISIBLE, collector_paused, take_devices
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.run_folder.status import run_role
@@ -59,7 +60,7 @@ def examine(config: Config, report: Report, *, quick: bool = False, keep: bool =
         if place is not None:
             (place / probes.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
         # Of the Slurm allocation that this process runs in; none outside of one.
-        hosts = expanded(os.environ.get("SLURM_JOB_NODELIST", "")) if shutil.which("srun") else []
+        hosts = job_query.hosts(os.environ.get("SLURM_JOB_NODELIST", "")) if shutil.which("srun") else []
         with step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
             nodes = _nodes(config, folder, place, hosts)
         speeds: list[probes.BandwidthFacts] = []
@@ -127,7 +128,7 @@ def _nodes(config: Config, folder: probes.FolderFacts, place: Path | None, hosts
         return [probes.probe_node(config, folder, place)]
     command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     module = [sys.executable, "-m", probes.__name__, "--folder", str(place)]
-    limit_s = NODE_S + len(probes.slurm_of(config).srun_extra) * probes.IMAGE_S
+    limit_s = NODE_S + probes.start_s(config, "trainer", "rollout")
     with contextlib.suppress(probes.NoAnswer):  # a node whose file is missing is a finding
         probes.answer_of([*command, *module], limit_s, OMP_NUM_THREADS="1")
     return [msgspec.json.decode(path.read_bytes(), type=probes.NodeFacts) for path in sorted(place.glob("node-*.json"))]
@@ -143,15 +144,15 @@ def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: st
         options = (f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1")
         ranks = [[*probes.slurm_of(config).step("trainer", *options, OMP_NUM_THREADS="1"), *module]]
     else:
-        own = [{VISIBLE[config.cluster.device]: d} for d in _visible(config.cluster)] if backend == "nccl" else [{}] * 2
-        own = [env | {"OMP_NUM_THREADS": "1"} for env in own[:world]]
-        prefixes = [probes.prefix_of(config, "trainer", _first(config, hosts), **env) for env in own]
+        host, devices = _first(config, hosts), [{DEVICES_VARIABLE: str(i)} if backend == "nccl" else {} for i in (0, 1)]
+        prefixes = [probes.prefix_of(config, "trainer", host, OMP_NUM_THREADS="1", **own) for own in devices]
         ranks = [[*prefix, *module, "--rank", str(i)] for i, prefix in enumerate(prefixes)]
     problem = "no answer"
 
     try:
         with ThreadPoolExecutor(world) as pool:
-            list(pool.map(lambda command: probes.answer_of(command, BANDWIDTH_S), ranks))
+            limit_s = BANDWIDTH_S + probes.start_s(config, "trainer")
+            list(pool.map(lambda command: probes.answer_of(command, limit_s), ranks))
     except probes.NoAnswer as error:
         problem = str(error)
     try:
@@ -168,9 +169,8 @@ def _first(config: Config, hosts: list[str]) -> str:
 TINY_MODEL = examples() / "math" / "tiny_model"
 MOST_S, STOP_S, POLL_S = 240.0, 4.0, 0.1
 RANK, NAME = 4, "canary"
-SLURMS = ("srun: ", "slurmstepd")
 B_SCALE = 0.05
-SERVER_S = 120.0
+SERVER_S = 120.0 + 2 * probes.IMAGE_S
 
 
 def canary_config(root: Path, like: Config | None = None) -> Config:
@@ -233,12 +233,14 @@ def fly(config: Config, root: Path, host: str) -> probes.CanaryFacts:
     try:
         with Supervisor(folder.logs, STOP_S) as supervisor:
             supervisor.start([server, trainer])
-            while not codes and time.monotonic() - started < MOST_S:
+            while not codes and time.monotonic() - started < MOST_S + probes.start_s(config, "trainer", "rollout"):
                 if not ready_s and folder.endpoint(server.name).exists():
                     ready_s = time.monotonic() - started
                 time.sleep(POLL_S)
                 codes = {ended.spec.name: ended.code for ended in supervisor.poll()}
             total_s = time.monotonic() - started
+            if host:
+                _end_step(supervisor, server)
     except EnvironmentError_ as error:
         return probes.CanaryFacts(side="launcher", problem=str(error))
     if trainer.name in codes or (ready_s and server.name not in codes):
@@ -251,17 +253,29 @@ def fly(config: Config, root: Path, host: str) -> probes.CanaryFacts:
     return probes.CanaryFacts(side="rollout server", problem=problem)
 
 
+def _end_step(supervisor: Supervisor, spec: ProcessSpec) -> None:
+    """Let a process of a step clean up: srun, when signalled, kills its tasks without a grace."""
+    if step := job_query.step_ids([os.environ["SLURM_JOB_ID"]]).get(spec.name):
+        with contextlib.suppress(EnvironmentError_):  # it has ended meanwhile
+            job_query.run("scancel", "--signal=TERM", step)
+        until = time.monotonic() + 2 * STOP_S
+        while spec in supervisor.running() and time.monotonic() < until:
+            time.sleep(POLL_S)
+            supervisor.poll()
+
+
 def _process(folder: RunFolder, config: Config, host: str, name: str, module: str, *more: str) -> ProcessSpec:
     cluster, role = config.cluster, ROLES[name]
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env[SESSION_VARIABLE] = ""  # of a job in which the doctor may run
     if name == TRAINER:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    if variable := VISIBLE.get(cluster.device):
-        devices = _visible(cluster)
-        env[variable] = devices[0] if name == TRAINER or cluster.share_devices else devices[-1]
+    if cluster.device in VISIBLE:
+        other = 0 if name == TRAINER or cluster.share_devices else len(_visible(cluster)) - 1
+        env[DEVICES_VARIABLE] = str(max(0, other))
     argv = (probes.interpreters(config)[role], "-m", module, "--run-folder", str(folder), *more)
-    return ProcessSpec(name, 0, (*probes.prefix_of(config, role, host, **env), *argv), {})
+    spec = ProcessSpec(name, 0, argv, {})
+    return replace(spec, argv=(*probes.prefix_of(config, role, host, f"--job-name={spec.name}", **env), *argv))
 
 
 def _visible(cluster: ClusterConfig) -> list[str]:
@@ -271,10 +285,11 @@ def _visible(cluster: ClusterConfig) -> list[str]:
 
 
 def _last_error(log: Path, code: int | None) -> str:
-    lines = [line.strip() for line in last_lines(log, 200) if line.strip() and not line.startswith(SLURMS)]
-    errors = [line for line in lines if " ERROR " in line or "Error: " in line]
+    lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
+    own = [line for line in lines if not line.startswith(probes.SRUNS)]
+    errors = [line for line in own if " ERROR " in line or "Error: " in line]
     how = "it gave no answer in time" if code is None else f"it ended with code {code}"
-    return f"{how}; {(errors or lines or ['no output'])[-1][:600]}"
+    return f"{how}; {(errors or own or lines or ['no output'])[-1][:600]}"
 
 
 def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
@@ -293,6 +308,7 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 
     config = read_config(folder)
+    take_devices(config.cluster.device)
     torch.set_num_threads(config.cluster.threads)
     join_world(config, folder, 0, 1)
     engine = build_engine(config)

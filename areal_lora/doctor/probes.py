@@ -31,6 +31,7 @@ from areal_lora.doctor import role_probe
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.start import NO_FLOCK
 from areal_lora.network.addresses import find_place, set_variables
+from areal_lora.processes.startup import take_devices
 from areal_lora.run_folder.paths import sync_folder, write_file
 
 
@@ -110,7 +111,11 @@ class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
     canary: CanaryFacts = CanaryFacts(skipped="not requested")
 
 
-ANSWER_S, IMAGE_S = 30.0, 600.0  # an image is fetched by its first step
+ANSWER_S, END_S = 30.0, 15.0
+IMAGE_S = 600.0
+"""For the start of a container, whose image may be fetched."""
+SRUNS = ("srun: ", "slurmstepd")
+"""Lines that hide the cause of a step's end."""
 BLOCK_BYTES = 1 << 20
 CONFIG = "examined.json"
 NBYTES, TIMES, MEET_S = 32 << 20, 4, 60.0
@@ -123,27 +128,42 @@ class NoAnswer(Exception):
 def answer_of(command: list[str], timeout_s: float = ANSWER_S, **variables: str) -> str:
     """Run ``command`` to its end and return what it printed. Raises NoAnswer with the reason."""
     environment = os.environ | variables
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+        with subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout_s)
+            finally:
+                _end(process)
     except OSError as error:
         raise NoAnswer(f"it cannot be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"it gave no answer within {timeout_s:g} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        last = ([line for line in lines if not line.startswith("srun: ")] or lines or [""])[-1]
-        raise NoAnswer(f"it ended with code {done.returncode}: {last}")
-    return done.stdout
+    if process.returncode:
+        lines = errors.strip().splitlines()
+        last = ([line for line in lines if not line.startswith(SRUNS)] or lines or [""])[-1]
+        raise NoAnswer(f"it ended with code {process.returncode}: {last}")
+    return output
 
 
-def probe_role(role: str, python: str, prefix: Sequence[str] = (), timeout_s: float = ANSWER_S) -> RoleFacts:
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command that is still running: the step of an srun that is killed continues."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        process.kill()
+
+
+def probe_role(role: str, python: str, prefix: Sequence[str] = (), start_s: float = 0.0) -> RoleFacts:
     """Read the versions of an interpreter, with the folder and the PYTHONPATH that the processes of a run get.
 
     ``prefix``: words before the interpreter. The text of the script is an argument: a container lacks its file.
     """
     printed, script = "", Path(role_probe.__file__).read_text(encoding="utf-8")
     try:
-        printed = answer_of([*prefix, python, "-c", script], timeout_s, PYTHONDONTWRITEBYTECODE="1")
+        printed = answer_of([*prefix, python, "-c", script], ANSWER_S + start_s, PYTHONDONTWRITEBYTECODE="1")
+        printed = printed.strip().rpartition("\n")[2]  # a wrapper may have greeted
         return msgspec.convert({"role": role, "python": python, **msgspec.json.decode(printed)}, RoleFacts)
     except NoAnswer as error:
         problem = str(error)
@@ -212,8 +232,11 @@ def _try_flock(folder: Path) -> str:
         return f"the file system has none: {_text(error)}" if error.errno in NO_FLOCK else _text(error)
 
 
-def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) -> NodeFacts:
-    """Everything about this node. ``shared`` is a folder on the run root for the comparison of clocks."""
+def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None, host: str = "") -> NodeFacts:
+    """Everything about this node. ``shared`` is a folder on the run root for the comparison of clocks.
+
+    ``host``: this node's name in the allocation that this is a step of.
+    """
     resolved: list[str] = []
     with contextlib.suppress(OSError):
         resolved = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)})
@@ -234,16 +257,20 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) 
         clock_ahead_s=None if shared is None or folder.write else _clock_ahead_s(shared),
         gpus=probe_gpus() if config.cluster.device == "cuda" else [],
         folder=folder,
-        roles=_roles(config),
+        roles=[_role(config, role, python, host) for role, python in interpreters(config).items()],
     )
 
 
-def _roles(config: Config) -> list[RoleFacts]:
-    """Those of an allocation are in a step of their own where options of srun start a container."""
-    slurm, here = slurm_of(config), node_name() if "SLURM_JOB_ID" in os.environ else ""
-    limit_s = IMAGE_S if slurm.srun_extra or slurm.wrapper else ANSWER_S
-    prefixes = {role: prefix_of(config, role, here * (role in slurm.srun_extra)) for role in interpreters(config)}
-    return [probe_role(role, python, prefixes[role], limit_s) for role, python in interpreters(config).items()]
+def _role(config: Config, role: Role, python: str, host: str) -> RoleFacts:
+    """One of an allocation is in a step of its own where options of srun start its container."""
+    prefix = prefix_of(config, role, host * (role in slurm_of(config).srun_extra))
+    return probe_role(role, python, prefix, start_s(config, role))
+
+
+def start_s(config: Config, *roles: Role) -> float:
+    """Seconds that containers of ``roles`` may take to start, one after the other."""
+    slurm = slurm_of(config)
+    return IMAGE_S * sum(role in slurm.srun_extra or role in slurm.wrapper for role in roles)
 
 
 def slurm_of(config: Config) -> SlurmConfig:
@@ -251,14 +278,14 @@ def slurm_of(config: Config) -> SlurmConfig:
     return config.cluster.slurm if config.cluster.kind == "slurm" else SlurmConfig()
 
 
-def prefix_of(config: Config, role: Role, host: str = "", **env: str) -> list[str]:
+def prefix_of(config: Config, role: Role, host: str = "", *options: str, **env: str) -> list[str]:
     """Words before the interpreter of ``role``, as in a run: here, or as a step on ``host`` of the allocation.
 
-    ``env`` is set behind those of a step, which has devices of its own in the environment.
+    ``env`` is set by words behind those of srun, whose options may pass no environment.
     """
     slurm, devices = slurm_of(config), [] if config.cluster.device == "cpu" else ["--gpu-bind=none"]
-    options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", *devices]
-    return slurm.step(role, *options, **env) if host else slurm.prefix(role, **env)
+    place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+    return slurm.step(role, *place, *devices, *options, **env) if host else slurm.prefix(role, **env)
 
 
 def node_name() -> str:
@@ -294,8 +321,9 @@ def bandwidth(config: Config, folder: Path, backend: str, rank: int, world: int)
     import torch
     import torch.distributed as dist
 
-    cluster, limit = config.cluster, timedelta(seconds=MEET_S)
+    cluster, limit = config.cluster, timedelta(seconds=MEET_S + start_s(config, "trainer"))
     try:
+        take_devices(cluster.device)
         set_variables(find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=()))
         store = dist.FileStore(str(folder / f"store-{backend}"), world)
         store.set_timeout(limit)
@@ -326,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     folder: Path = args.folder
     config = Config.model_validate_json((folder / CONFIG).read_bytes())
     if args.backend is None:
-        facts = probe_node(config, probe_folder(config.run.root), folder)
+        facts = probe_node(config, probe_folder(config.run.root), folder, node_name())
         write_file(folder / f"node-{node_name()}.json", msgspec.json.encode(facts))
     else:
         speed = bandwidth(config, folder, args.backend, args.rank, args.world)

@@ -28,10 +28,10 @@ LINES = {
     "algorithms": 1583,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss, corrections
     "checkpoint": 1430,  # a save starts before its copies are complete; synced as written; a name taken over
     "cli": 2331,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; encodings; proxies
-    "config": 4561,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room; steps
+    "config": 4563,  # remote; sources; slots; cp, profile; routes; GDPO; stages, served_as, fp8; room; steps
     "data": 857,  # checks in chunks; equal attention; parts; clients' groups, linear time; order; refused prompts
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
-    "doctor": 1009,  # a device for each member of a measurement; the engine of the run; containers of Slurm
+    "doctor": 1053,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
     "engine": 11817,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; alignment; streams
     "families": 1416,  # FLOPs of passes; sizes of routes; the modules of targets; one reader of rope
     "launcher": 4765,  # a run in virtual time, relays in it; sweeps; trackers, page, gateway; rolling; first failures

@@ -290,7 +290,8 @@ class SlurmConfig(Section):
 
     def prefix(self, role: Role, **env: str) -> list[str]:
         """Words before the interpreter of ``role``: lines of `setup`, printing to stderr, ``env``, `wrapper`."""
-        lines = [f"{{ trap 'exit {int(ExitCode.MISSING)}' ERR", *self.setup, "trap - ERR; } >&2", 'exec "$@"']
+        failed = f'echo "cluster.slurm.setup: $BASH_COMMAND ended with code $?"; exit {int(ExitCode.MISSING)}'
+        lines = [f"{{ trap '{failed}' ERR", *self.setup, "trap - ERR; } >&2 </dev/null", 'exec "$@"']
         words = ["bash", "-c", "\n".join(lines), "bash"] if self.setup else []
         words += ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
         return [*words, *self.wrapper.get(role, [])]
@@ -298,7 +299,8 @@ class SlurmConfig(Section):
     def step(self, role: Role, *options: str, **env: str) -> list[str]:
         """Words that start ``role`` as a step of the allocation, on nodes named by ``options`` of srun."""
         words = ["srun", "--overlap", *options, "--unbuffered", "--kill-on-bad-exit=1", "--mem=0", "--cpu-bind=none"]
-        return [*words, *self.srun_extra.get(role, []), *self.prefix(role, **env)]
+        # srun may look for the program of a step on its own node (LaunchParameters=test_exec).
+        return [*words, *self.srun_extra.get(role, []), *(self.prefix(role, **env) or ["env"])]
 
 
 class ClusterConfig(Section):

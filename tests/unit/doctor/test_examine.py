@@ -19,7 +19,7 @@ def test_the_canary_has_the_engine_of_the_run(engine: str, tmp_path: Path) -> No
     assert examine.TINY_MODEL.is_dir()
 
 
-@pytest.mark.parametrize(("listed", "ranks"), [("4,6", ["4", "6"]), ("GPU-a", []), (None, ["0", "1"])])
+@pytest.mark.parametrize(("listed", "ranks"), [("4,6", ["0", "1"]), ("GPU-a", []), (None, ["0", "1"])])
 def test_members_of_a_measurement_on_one_machine_have_a_device_each(
     listed: str | None, ranks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,7 +29,7 @@ def test_members_of_a_measurement_on_one_machine_have_a_device_each(
 
     def answer(command: list[str], timeout_s: float, **_: str) -> str:
         if "nccl" in command:
-            started.extend(word.partition("=")[2] for word in command if word.startswith("CUDA_VISIBLE_DEVICES="))
+            started.extend(word.partition("=")[2] for word in command if word.startswith("AREAL_LORA_DEVICES="))
             return ""
         raise examine.probes.NoAnswer("none")
 
