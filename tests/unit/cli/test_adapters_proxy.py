@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import urllib.request
@@ -20,9 +21,18 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, list[bytes]]
     lines: list[bytes] = []
 
     def answer() -> None:
-        with listener.accept()[0] as client:
-            lines.append(client.recv(65536).partition(b"\r\n")[0])
-            client.sendall(ANSWER)
+        """The first request; a connection without one is of a test that tries a port which was its own."""
+        while not lines:
+            with listener.accept()[0] as client, contextlib.suppress(OSError):
+                client.settimeout(10.0)
+                request = b""
+                while not request.endswith(b"\r\n\r\n") and (more := client.recv(65536)):
+                    request += more
+                if request.startswith(b"GET "):
+                    lines.append(request.partition(b"\r\n")[0])
+                    client.sendall(ANSWER)
+                    client.shutdown(socket.SHUT_WR)
+                    client.recv(1)  # what is closed with unread bytes is reset
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
