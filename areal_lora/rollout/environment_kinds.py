@@ -78,13 +78,15 @@ def load(name: str) -> Callable[..., Any]:
 
 
 class Chat:
-    """A conversation with the model of a sample's session."""
+    """A conversation with the model of a sample's session, of at most ``max_turns`` answers."""
 
-    def __init__(self, task: Task, *messages: dict[str, Any]) -> None:
-        self.task, self.messages = task, list(messages)
+    def __init__(self, task: Task, *messages: dict[str, Any], max_turns: int | None) -> None:
+        self.task, self.messages, self.turns = task, list(messages), itertools.islice(itertools.count(), max_turns)
 
     async def answer(self, tools: list[dict[str, Any]] | None = None) -> dict[str, Any] | None:
-        """The model's next message, which is kept; None if the conversation has no room for another one."""
+        """The model's next message, which is kept; None after the last turn, or without room for another message."""
+        if next(self.turns, None) is None:
+            return None
         try:
             reply = await called(self._post, {"tools": tools} if tools else {})
         except urllib.error.HTTPError as error:
@@ -171,13 +173,13 @@ class Gym(WorkerKind):
     """A class with gymnasium's ``reset`` and ``step``: texts are observations, answers are actions."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.made = functools.partial(load(setup["env"]), **setup["args"])
+        self.made, self.max_turns = functools.partial(load(setup["env"]), **setup["args"]), setup["max_turns"]
 
     async def play(self, task: Task) -> dict[str, Any]:
         environment = await called(self.made)
         try:
             observation, _ = await called(environment.reset, seed=task.seed, options=vars(task.sample))
-            chat, total, ended = Chat(task), 0.0, False
+            chat, total, ended = Chat(task, max_turns=self.max_turns), 0.0, False
             while not ended:
                 chat.messages.append({"role": "user", "content": str(observation)})
                 if (message := await chat.answer()) is None:
@@ -193,7 +195,7 @@ class Mcp(WorkerKind):
     """The servers' tools are the model's, until it answers without a call. The configured reward scores the answer."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.servers = setup["env"]
+        self.servers, self.max_turns = setup["env"], setup["max_turns"]
         importlib.import_module("mcp")
 
     async def play(self, task: Task) -> dict[str, Any]:
@@ -206,7 +208,7 @@ class Mcp(WorkerKind):
                     sessions[tool.name] = session
                     tools.append(_tool(tool.name, tool.description, schema))
             prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat = Chat(task, *prompt)
+            chat = Chat(task, *prompt, max_turns=self.max_turns)
             while (message := await chat.answer(tools)) is not None and message.get("tool_calls"):
                 for call in message["tool_calls"]:
                     text = await _tool_text(sessions, call["function"])
@@ -264,7 +266,7 @@ class OpenEnv(WorkerKind):
     def __init__(self, setup: dict[str, Any]) -> None:
         self.client = importlib.import_module("openenv").GenericEnvClient
         self.closed = importlib.import_module("websockets").ConnectionClosed
-        self.url, self.args = setup["env"], setup["args"]
+        self.url, self.args, self.max_turns = setup["env"], setup["args"], setup["max_turns"]
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -310,7 +312,7 @@ class OpenEnv(WorkerKind):
                 tools = [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
             if not prompt[0]["content"]:
                 prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat, rewards = Chat(task, *prompt), list[float]()
+            chat, rewards = Chat(task, *prompt, max_turns=self.max_turns), list[float]()
             while not result.done and (message := await chat.answer(tools)) is not None:
                 calls = message.get("tool_calls") or [] if tools else [None]
                 for call in calls:

@@ -29,6 +29,8 @@ from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResul
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Trajectory
 
+MAX_TURNS = 8
+
 
 def build_training(
     adapter: entry.AdapterConfig,
@@ -70,7 +72,8 @@ def build_workflow(
     assert workers is not None
     cut = chosen.on_timeout == "score"
     if chosen.kind == "multi_turn":
-        return MultiTurnWorkflow(context=context, played=workers.run, max_turns=chosen.max_turns, cut=cut)
+        turns = chosen.max_turns or MAX_TURNS
+        return MultiTurnWorkflow(context=context, played=workers.run, max_turns=turns, cut=cut)
     if chosen.kind == "custom":
         return CustomWorkflow(context=context, workers=workers)
     return AgentWorkflow(

@@ -105,7 +105,8 @@ class WorkerWorkflowConfig(Section):
     """`file.py:Class` of an Environment (`multi_turn`) or a class with gymnasium's methods (`gym`), taskset
     (`verifiers`), or URL (`openenv`); URLs, or commands that start a server per sample (`mcp`)."""
     args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
-    max_turns: PositiveInt = Field(8, description="Largest number of model turns of an episode (`multi_turn`).")
+    max_turns: PositiveInt | None = None
+    """Largest number of model turns of an episode; if unset 8 (`multi_turn`) or no bound (`gym`, `mcp`, `openenv`)."""
     on_timeout: Literal["retry", "score"] = "retry"
     """After `sampling.timeout_s` a sample is repeated, then its group, or (`score`) scored: by its rewards so far
     (`multi_turn`), else by the configured reward of its last answer. Not of `custom`."""
@@ -132,6 +133,8 @@ class WorkerWorkflowConfig(Section):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
         if self.on_timeout == "score" and self.kind == "custom":
             raise ValueError("kind custom has no part that could be scored: bound the time in its code")
+        if self.max_turns and self.kind in ("agent", "custom", "verifiers"):
+            raise ValueError(f"kind {self.kind} has turns of its own: bound them in its code, and leave max_turns out")
         if self.tool_parser and not self.calls_endpoint:
             raise ValueError(f"kind {self.kind} has no requests with tools: leave tool_parser out")
         return self

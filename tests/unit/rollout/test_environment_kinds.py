@@ -1,4 +1,4 @@
-"""An MCP server whose list of tools has pages and whose tool draws: a real session over pipes."""
+"""An MCP server whose list of tools has pages and whose tool draws, a real session over pipes; bounds of turns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from areal_lora.rollout.environment_kinds import _mcp_session, _mcp_tools, _tool_text
+from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text
 
 PAGED = """
 import asyncio
@@ -56,3 +58,36 @@ def test_the_tools_of_all_pages_are_the_models_and_it_reads_what_they_return(end
             return [*tools, await _tool_text({"draw": session}, {"name": "draw", "arguments": '{"a": 1}'})]
 
     assert asyncio.run(names()) == ["tool-0", "tool-2", "tool-3", "{'a': 1}\n[image]"], "an image is named, not dropped"
+
+
+class Endless:
+    """With gymnasium's methods: each action has reward 1, none is the last."""
+
+    def reset(self, **_: Any) -> tuple[str, dict[str, Any]]:
+        return "go", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"after {action}", 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("kind", ["gym", "mcp"])
+def test_an_episode_has_at_most_the_configured_turns(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model calls a tool in each answer, and the environment never ends."""
+    script = tmp_path / "pages.py"
+    script.write_text(PAGED)
+    call = {"id": "1", "function": {"name": "tool-0", "arguments": "{}"}}
+    lengths = list[int]()
+
+    def post(chat: Chat, settings: dict[str, Any]) -> Any:
+        lengths.append(len(chat.messages))
+        return {"choices": [{"message": {"role": "assistant", "content": "on", "tool_calls": [call]}}]}
+
+    monkeypatch.setattr(Chat, "_post", post)
+    command = shlex.join([sys.executable, str(script), "none"])
+    setup = {"gym": {"env": f"{__name__}:Endless", "args": {}}, "mcp": {"env": [command]}}[kind] | {"max_turns": 3}
+    sample = SimpleNamespace(messages=None, prompt="go")
+    played = {"gym": Gym, "mcp": Mcp}[kind](setup).play(SimpleNamespace(sample=sample, seed=1))
+    assert asyncio.run(played) == ({"reward": 3.0} if kind == "gym" else {})
+    assert lengths == [1, 3, 5], "one message of the model and one of the environment a turn"
