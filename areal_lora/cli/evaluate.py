@@ -29,7 +29,7 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
-from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
+from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets, ranks_of
 from areal_lora.rollout.controller.evaluation import EvalPlaces
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
@@ -89,7 +89,7 @@ async def _measured(
         if any(each.workflow.calls_endpoint for each in sets):
             sessions = await stack.enter_async_context(agent_gateway())
         workers = await stack.enter_async_context(
-            EnvironmentWorkers(adapter.workflow, ContextFields.of(config, adapter))
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(config, adapter), held_out=ranks_of(sets))
         )
         places = EvalPlaces(config.rollout.max_num_seqs)
         evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places, workers=workers)

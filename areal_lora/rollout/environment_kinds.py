@@ -347,28 +347,32 @@ def _tool(name: str, description: str | None, parameters: dict[str, Any]) -> dic
 class Verifiers(WorkerKind):
     """An environment of the package ``verifiers``: tasks, harness and rubric are its own.
 
-    Row i of the adapter's training task is task i, held-out row i the i-th from the end.
+    Its first tasks are those of the held-out rows, by their ranks ``held_out``; training rows have the others in turn.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.api = importlib.import_module("verifiers.v1")
+        self.api, self.held_out = importlib.import_module("verifiers.v1"), setup["held_out"]
+        self.n_held_out = max(self.held_out.values(), default=-1) + 1
         chosen = setup["args"] | {"taskset": {**setup["args"].get("taskset", {}), "id": setup["env"]}}
         self.environment = self.api.load_environment(self.api.resolve_env_config(chosen))
         self.tasks, self.more, self.numbers = list[Any](), iter(self.environment.taskset), itertools.count()
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
+        """Raises RuntimeError for a taskset without a task for training rows."""
         async with self.environment.serving():
+            if self.environment.taskset.bounded:
+                self.tasks += self.more
+                if (n := len(self.tasks)) <= self.n_held_out:
+                    raise RuntimeError(f"the taskset has {n} tasks, held-out rows are {self.n_held_out}: lower n_eval")
             yield
 
     def _task(self, uid: str) -> Any:
-        number = int(uid.rpartition("/")[2])
-        bounded = self.environment.taskset.bounded
-        missing = None if bounded else max(0, number + 1 - len(self.tasks))
-        self.tasks += itertools.islice(self.more, missing)
-        if not self.tasks:
-            raise RuntimeError("the taskset has no tasks")
-        return self.tasks[(-1 - number if "/eval/" in uid else number) % len(self.tasks)]
+        index = self.held_out.get(uid, self.n_held_out + int(uid.rpartition("/")[2]))
+        self.tasks += itertools.islice(self.more, max(0, index + 1 - len(self.tasks)))
+        if index >= (n := len(self.tasks)):
+            index = self.n_held_out + (index - n) % (n - self.n_held_out)
+        return self.tasks[index]
 
     async def play(self, task: Task) -> dict[str, Any]:
         variable = f"SAMPLE_{next(self.numbers)}_API_KEY"  # programs of the harness do not inherit such names

@@ -56,7 +56,7 @@ log = get_logger(__name__)
 
 
 class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a worker: its section of the configuration, and folders of modules.
+    """First message to a worker: its section of the configuration with ``held_out``, and folders of modules.
 
     ``silence_s``: `SILENCE_S` on another node, else 0.
     """
@@ -127,15 +127,22 @@ class EnvironmentWorkers:
     """``chosen.workers`` processes, used with ``async with``; none for workflows that need none.
 
     `play` is the agent of an `AgentWorkflow`. ``context`` is that of the adapter's training; ``launchers``:
-    `worker_launchers`.
+    `worker_launchers`; ``held_out``: `ranks_of` its evaluations.
     """
 
-    def __init__(self, chosen: Section, context: ContextFields, launchers: Mapping[str, Sequence[str]] = {}) -> None:
+    def __init__(
+        self,
+        chosen: Section,
+        context: ContextFields,
+        launchers: Mapping[str, Sequence[str]] = {},
+        held_out: Mapping[str, int] = {},
+    ) -> None:
         self.context, self._workers, self._nodes = context, list[_Worker](), launchers or {"": ()}
         turns = itertools.cycle(self._nodes.items())
         self._beats: asyncio.Task[None]
         if isinstance(chosen, WorkerWorkflowConfig):
-            self._workers += (_Worker(chosen, context, turns) for _ in range(chosen.workers))
+            settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(context), "held_out": held_out}
+            self._workers += (_Worker(chosen, settings, turns) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> Score | None:
         """Score of one sample, None for the configured reward's. Raises GenerationFault, WorkerLost."""
@@ -186,9 +193,9 @@ class _Worker:
     """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
 
     def __init__(
-        self, chosen: WorkerWorkflowConfig, context: ContextFields, launchers: Iterator[tuple[str, Sequence[str]]]
+        self, chosen: WorkerWorkflowConfig, settings: dict[str, Any], launchers: Iterator[tuple[str, Sequence[str]]]
     ) -> None:
-        self._chosen, self._context, self._launchers = chosen, context, launchers
+        self._chosen, self._settings, self._launchers = chosen, settings, launchers
         self._node = ""  # of the newest process, as its launcher
         self._launcher: Sequence[str] = ()
         self._port = 0  # of the endpoint
@@ -279,9 +286,8 @@ class _Worker:
         """Raises ConfigError where the environment cannot be loaded."""
         chosen = self._chosen
         search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
-        settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(self._context)}
         silence_s = SILENCE_S if self._launcher else 0.0
-        self._send(process, WorkflowSetup(settings=settings, search_path=search_path, silence_s=silence_s))
+        self._send(process, WorkflowSetup(settings=self._settings, search_path=search_path, silence_s=silence_s))
         try:
             async with asyncio.timeout(START_S):
                 started = await _received(process)

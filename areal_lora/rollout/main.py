@@ -28,7 +28,7 @@ from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.eval_sets import BaseEvals, EvalSet, load_sets
+from areal_lora.rollout.controller.eval_sets import BaseEvals, EvalSet, load_sets, ranks_of
 from areal_lora.rollout.controller.evaluation import EvalPlaces, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
@@ -124,7 +124,7 @@ class SharedResources:
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, hidden))
         launchers = worker_launchers(self.config.cluster, os.environ)
         workers = await stack.enter_async_context(
-            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter), launchers)
+            EnvironmentWorkers(adapter.workflow, ContextFields.of(self.config, adapter), launchers, ranks_of(part.sets))
         )
         teacher = None
         if (model := adapter.algorithm.teacher) is not None:

@@ -98,6 +98,12 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
     return tuple(sets)
 
 
+def ranks_of(sets: Sequence[EvalSet]) -> dict[str, int]:
+    """The place of each held-out sample in its set, by uid; of the sets that the adapter's workflow answers."""
+    played = [chosen.held_out.prompts for chosen in sets if chosen.config.workflow == "trained"]
+    return {prompt.sample.uid: rank for prompts in reversed(played) for rank, prompt in enumerate(prompts)}
+
+
 def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
     """The sampling of a set: stop texts and time limit as in training, no restriction."""
     longest = chosen.max_new_tokens or trained.max_new_tokens

@@ -356,14 +356,14 @@ class Taskset(list):
     bounded = True
 
 class Environment:
-    taskset = Taskset(["task"])
+    taskset = Taskset(range(5))
     @contextlib.asynccontextmanager
     async def serving(self):
         yield
     def slots(self, task):
         return [task]
     async def run_slot(self, slot, context):
-        metrics = {"turns": 2, "loss": float("nan"), "ratio": float("inf")}
+        metrics = {"task": slot, "loss": float("nan"), "ratio": float("inf")}
         trace = SimpleNamespace(rewards={}, metrics=metrics, reward=float("nan"), errors=[])
         return SimpleNamespace(ok=True, errors=[], traces=[trace])
 
@@ -377,21 +377,40 @@ EvalClientConfig = ModelContext = SimpleNamespace
 """
 
 
-def test_metrics_that_are_no_numbers_cost_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def verified(uids: Sequence[str], held_out: Mapping[str, int]) -> list[PlayResult]:
+    config: Any = TypeAdapter(WorkflowConfig).validate_python({"kind": "verifiers", "env": "x"})
+    fields = {"api_key": "", "base_url": "http://127.0.0.1:1/v1", "model": ""}
+
+    async def main() -> list[PlayResult]:
+        async with EnvironmentWorkers(config, FIELDS, held_out=held_out) as workers:
+            return await asyncio.gather(*(workers.run(fields | {"sample": {"uid": uid}}) for uid in uids))
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verifiers").mkdir()
     (tmp_path / "verifiers" / "v1.py").write_text(VERIFIERS)
     monkeypatch.syspath_prepend(tmp_path)
-    config: Any = TypeAdapter(WorkflowConfig).validate_python({"kind": "verifiers", "env": "x"})
 
-    async def main() -> PlayResult:
-        async with EnvironmentWorkers(config, FIELDS) as workers:
-            sample = {"uid": "0/0"}
-            return await workers.run(
-                {"sample": sample, "api_key": "", "base_url": "http://127.0.0.1:1/v1", "model": ""}
-            )
 
-    played = asyncio.run(main())
-    assert (played.reward, played.metrics) == ("nan", {"turns": 2.0})
+@pytest.mark.usefixtures("verifiers")
+def test_metrics_that_are_no_numbers_cost_no_worker() -> None:
+    (played,) = verified(["d/train/0"], {})
+    assert (played.reward, played.metrics) == ("nan", {"task": 0.0})
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_no_task_of_a_held_out_row_is_trained_on() -> None:
+    """The rows held out of one file are not its first ones, and there are more rows than tasks."""
+    held_out = {"d/eval/9": 0, "d/eval/2": 1}
+    played = verified([*held_out, *(f"d/train/{row}" for row in range(20) if row not in (2, 9))], held_out)
+    tasks = [each.metrics["task"] for each in played]
+    assert tasks[:2] == [0, 1]
+    assert set(tasks[2:]) == {2, 3, 4}
+    with pytest.raises(ConfigError, match="the taskset has 5 tasks, held-out rows are 5: lower n_eval"):
+        verified(["d/train/0"], {f"d/eval/{i}": i for i in range(5)})
 
 
 def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(

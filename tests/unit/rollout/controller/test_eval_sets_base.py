@@ -14,7 +14,7 @@ from areal_lora.config.sections.task import EvalSetConfig, FunctionReward, WordP
 from areal_lora.errors import RolloutError
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.channel.channel_messages import EvalResult
-from areal_lora.rollout.controller.eval_sets import BaseEvals
+from areal_lora.rollout.controller.eval_sets import BaseEvals, ranks_of
 from areal_lora.rollout.main import adapter_data
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -42,6 +42,20 @@ def sampling(**changes: Any) -> dict[str, Any]:
 
 def a_set(**changes: Any) -> dict[str, Any]:
     return {"evals": [EvalSetConfig(**{"name": "held-out", "workflow": "single_turn", **changes})]}
+
+
+def test_ranks_are_places_in_the_sets_that_the_workflow_answers() -> None:
+    adapter = config("m").adapters[0]
+    sets = [EvalSetConfig(name="own", n=3), EvalSetConfig(name="short", n=2), EvalSetConfig(name="all")]
+    plain = sets[2].model_copy(update={"workflow": "single_turn"})
+
+    def ranks(evals: list[EvalSetConfig]) -> list[int]:
+        data = adapter_data(config("m"), adapter.model_copy(update={"evals": evals}), CharTokenizer())
+        assert {prompt.sample.uid for prompt in data.sets[0].held_out.prompts} <= ranks_of(data.sets).keys()
+        return list(ranks_of(data.sets).values())
+
+    assert sorted(ranks(sets)) == list(range(PROBLEMS))
+    assert sorted(ranks([*sets[:2], plain])) == [0, 1, 2]
 
 
 def test_what_an_adapter_is_and_how_it_is_trained_changes_nothing() -> None:
