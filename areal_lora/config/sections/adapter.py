@@ -232,6 +232,13 @@ CLIENT_SECTIONS: Mapping[str, Any] = {
 """In place of the sections that are required and that the adapter of a client does not use."""
 
 
+def _formatted(chosen: Any, how: Any) -> Any:
+    match chosen:
+        case {"task": {"kind": "dataset", **fields} as task} if "format" not in fields:
+            return {**chosen, "task": {**task, "format": how}}
+    return chosen
+
+
 class AdapterConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the adapter; versions are served as name@vN.")
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
@@ -276,6 +283,15 @@ class AdapterConfig(Section):
         workflow = data.get("workflow") if isinstance(data, Mapping) else None
         kind = workflow.get("kind") if isinstance(workflow, Mapping) else getattr(workflow, "kind", None)
         return {**CLIENT_SECTIONS, **data} if kind == "client" else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_sets(cls, data: Any) -> Any:
+        """A set with rows of its own and no format has that of the adapter's task."""
+        match data:
+            case {"task": {"format": how}, "evals": [*sets]}:
+                return {**data, "evals": [_formatted(each, how) for each in sets]}
+        return data
 
     @property
     def is_client(self) -> bool:

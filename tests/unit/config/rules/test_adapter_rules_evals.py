@@ -10,9 +10,9 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.guardrails import check
-from areal_lora.config.sections.task import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET, PromptFormat
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.check import task_problems
 from areal_lora.tasks.datasets import load_samples
@@ -103,3 +103,20 @@ def test_a_curriculum_is_refused_before_anything_starts(
     (problem,) = task_problems(load_config([*SHIPPED, overlay]), online=False)
     assert problem.path == f"adapters.0.sampling.difficulty{key}"
     assert re.search(words, str(problem))
+
+
+def test_a_set_without_a_format_has_the_adapters_and_one_with_a_format_keeps_it(tmp_path: Path) -> None:
+    fields = loaded(tmp_path).adapters[0].model_dump()
+    chat = {"kind": "chat", "system_prompt": "Think."}
+    task = {"kind": "dataset", "eval": "x.jsonl"}
+    own = {"kind": "template", "template": "Q: {prompt}\nA:"}
+    evals = [{"name": "a"}, {"name": "b", "task": task}, {"name": "c", "task": task | {"format": own}}]
+    adapter = AdapterConfig.model_validate(
+        fields | {"task": task | {"train": "x.jsonl", "format": chat}, "evals": evals}
+    )
+    assert [each.task and each.task.format for each in adapter.evals] == [
+        None,
+        PromptFormat.model_validate(chat),
+        PromptFormat.model_validate(own),
+    ]
+    assert AdapterConfig.model_validate_json(adapter.model_dump_json()) == adapter, "as a run folder records it"
