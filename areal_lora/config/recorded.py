@@ -274,6 +274,10 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
                 values = [{k: v for k, v in value.items() if k not in free} for value in values]
             if error := _differs(why, f"adapters.{adapter.name}.{key}", *values):
                 return error
+        then, new = was[adapter.name].sampling, adapter.sampling
+        key = f"adapters.{adapter.name}.sampling.difficulty"
+        if then.staged != new.staged and (error := _differs(SEED, key, then.difficulty, new.difficulty)):
+            return error
     return None
 
 

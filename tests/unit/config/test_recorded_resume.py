@@ -80,6 +80,23 @@ def test_must_not_change(change: str, path: str, was: str, now: str) -> None:
     assert "\n" not in str(error)
 
 
+STAGES = "adapters.gsm8k.sampling.difficulty={level: {0: {easy: 1}, 100: {easy: 1, hard: 2}}}"
+
+
+@pytest.mark.parametrize("difficulty", ["{level: {0: {easy: 1}, 50: {easy: 1, hard: 2}}}", "uniform", "learnability"])
+def test_a_curriculum_by_stages_stays_as_it_is(difficulty: str) -> None:
+    """The ledger would refuse it after the start: positions are prompts by the weights of their stage."""
+    changed = config(f"adapters.gsm8k.sampling.difficulty={difficulty}")
+    assert conflict(config(STAGES), config(STAGES)) is None
+    for pair in ((config(STAGES), changed), (changed, config(STAGES))):
+        error = conflict(*pair)
+        assert error is not None
+        assert error.path.startswith("adapters.gsm8k.sampling.difficulty")
+        assert "it fixes the order of the prompts" in error.reason
+    uniform = config("adapters.gsm8k.sampling.difficulty=uniform")
+    assert conflict(uniform, config("adapters.gsm8k.sampling.difficulty=learnability")) is None
+
+
 def test_a_task_of_another_kind_is_named() -> None:
     before = config()
     task = {"kind": "gsm8k", "train": "a.jsonl", "eval": "b.jsonl"}
