@@ -77,20 +77,26 @@ class Companion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out figures of one version. ``accuracy`` is None where the task has no rule for what is correct."""
+    """Held-out figures of one version. ``accuracy`` is None where the task has no rule for what is correct.
+
+    ``measure``: that of the `EvalRecord`; unknown if empty.
+    """
 
     accuracy: float | None
     reward_mean: float | None
+    measure: str = ""
 
 
 def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
     """Return the version with the highest accuracy; ties are broken by mean reward, then by the newest version.
 
-    If the newest evaluation has no accuracy (the task no longer has a rule for it), only mean rewards are compared.
+    Only evaluations with the measure of the newest one are compared: those before a change of the set or the reward
+    are not. If the newest has no accuracy (the task no longer has a rule for it), only mean rewards are compared.
     """
     if not evaluations:
         return None
-    ruled = evaluations[max(evaluations)].accuracy is not None
+    newest = evaluations[max(evaluations)]
+    ruled = newest.accuracy is not None
 
     def rank(version: int) -> tuple[float, float, int]:
         found = evaluations[version]
@@ -101,7 +107,7 @@ def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
             version,
         )
 
-    return max(evaluations, key=rank)
+    return max((v for v, found in evaluations.items() if found.measure in ("", newest.measure)), key=rank)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

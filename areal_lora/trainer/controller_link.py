@@ -165,7 +165,8 @@ class ControllerLink:
                 log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
             for found in result.sets:
                 if found.order == 0:
-                    tracker.results[result.version] = Evaluation(accuracy=found.accuracy, reward_mean=found.reward_mean)
+                    figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
+                    tracker.results[result.version] = Evaluation(**figures, measure=found.measure)
                 self._recorder.evaluation(found)
 
     def shutdown(self) -> None:

@@ -154,9 +154,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
     """Answers of the policy ``version`` to ``n`` held-out problems of the set ``name``, before ``step`` runs.
 
-    ``order`` is the set's place in the configuration; the first one is 0. There are ``n_samples`` answers per problem.
-    ``accuracy`` is None if the task has no rule for correctness. An ``unscored`` answer counts as not correct and is
-    excluded from ``reward_mean``. ``left_out`` counts further problems whose prompts are too long.
+    ``order`` is the set's place in the configuration; the first one is 0. ``measure`` is a digest of what is measured:
+    problems, sampling, workflow and reward. There are ``n_samples`` answers per problem. ``accuracy`` is None if the
+    task has no rule for correctness. An ``unscored`` answer counts as not correct and is excluded from ``reward_mean``.
+    ``left_out`` counts further problems whose prompts are too long.
     ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
@@ -168,6 +169,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     accuracy: float | None
     n: int
     name: str = DEFAULT_SET
+    measure: str = ""
     order: int = 0
     n_samples: int = 1
     temperature: float = 0.0

@@ -49,7 +49,7 @@ class Figures:
         self.recorded: records.AdapterStateRecord | None = None
         """The newest state since the last resume."""
         self.best_eval: records.EvalRecord | None = None
-        """Of the first set: highest accuracy, then highest mean reward, then the newest version."""
+        """Of the first set and its newest measure: highest accuracy, then highest mean reward, then newest version."""
         self.evals: list[records.EvalRecord] = []
         """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
         self.sets: dict[tuple[str, str], list[records.EvalRecord]] = {}
@@ -87,7 +87,8 @@ class Figures:
                 self.sets[key] = _ends([*self.sets.get(key, ()), bare])
                 if record.order == 0:
                     self.evals = _ends([*self.evals, bare])
-                    self.best_eval = max((e for e in (self.best_eval, bare) if e is not None), key=_quality)
+                    known = [self.best_eval] if self.best_eval and self.best_eval.measure in ("", bare.measure) else []
+                    self.best_eval = max([*known, bare], key=_quality)
             case records.CheckpointRecord(failed=True):
                 self.checkpoints_failed[record.adapter] += 1
             case records.CheckpointRecord():

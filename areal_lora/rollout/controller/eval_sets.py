@@ -23,6 +23,8 @@ from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
 
 N_NAMED = 5  # prompts left out that are named
+PLACES = {"python", "workers", "memory_gib"}
+"""Keys that change no result."""
 
 log = get_logger(__name__)
 
@@ -60,7 +62,7 @@ def fitting(prompts: Sequence[Prompt], max_prompt_tokens: int) -> HeldOut:
 class EvalSet:
     """One set. ``sampling`` is the adapter's with the set's own values; ``workflow`` gives its answers.
 
-    ``base_key`` is that of version 0, where it equals the base (`base_key`).
+    ``measure``: `measure_of` it. ``base_key`` is that of version 0, where it equals the base (`base_key`).
     """
 
     config: EvalSetConfig
@@ -68,6 +70,7 @@ class EvalSet:
     workflow: WorkflowConfig
     formatter: Formatter
     held_out: HeldOut
+    measure: str = ""
     base_key: str | None = None
 
     @property
@@ -94,6 +97,7 @@ def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) 
             formatter=formatter,
             held_out=held_out,
         )
+        loaded = replace(loaded, measure=measure_of(adapter, loaded))
         sets.append(replace(loaded, base_key=base_key(config, adapter, loaded)))
     return tuple(sets)
 
@@ -111,6 +115,23 @@ def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfi
     return greedy(trained).model_copy(update=own | {"min_tokens": 0})
 
 
+def measure_of(adapter: AdapterConfig, chosen: EvalSet) -> str:
+    """Digest of what is measured: problems, sampling, workflow and reward. Figures of one measure can be compared."""
+    problems = [
+        (s.uid, s.prompt, s.messages, s.answer, dict(s.columns), prompt.token_ids)
+        for prompt in chosen.held_out.prompts
+        for s in [prompt.sample]
+    ]
+    return _digest(
+        problems=problems,
+        set=chosen.config.model_dump(mode="json", exclude={"name", "task"}),
+        sampling=chosen.sampling.model_dump(mode="json", exclude={"prompts_per_step", "timeout_s"}),
+        workflow=chosen.workflow.model_dump(mode="json", exclude=PLACES),
+        format=chosen.formatter.how.model_dump(mode="json"),
+        rewards=[adapter.reward_weights, *(r.model_dump(mode="json", exclude=PLACES) for r in adapter.rewards)],
+    )
+
+
 def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | None:
     """Digest of all that version 0's result on ``chosen`` depends on; None where version 0 is not the base.
 
@@ -120,26 +141,18 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
     """
     if adapter.init_from is not None:
         return None
-    model, held_out = config.model, chosen.held_out
+    model = config.model
     single_turn = isinstance(chosen.workflow, SingleTurnWorkflowConfig)
     at_random = not single_turn or (chosen.config.temperature, chosen.config.n_samples) != (0, 1)
-    problems = [
-        (s.uid, s.prompt, s.messages, s.answer, dict(s.columns), prompt.token_ids)
-        for prompt in held_out.prompts
-        for s in [prompt.sample]
-    ]
-    parts: dict[str, Any] = {
-        "base": [model.path, model.commit, model.dtype],
-        "max_model_len": config.rollout.max_model_len,
-        "problems": problems,
-        "left_out": held_out.left_out,
-        "set": chosen.config.model_dump(mode="json", exclude={"name", "task"}),
-        "sampling": chosen.sampling.model_dump(mode="json", exclude={"prompts_per_step"}),
-        "workflow": chosen.workflow.model_dump(mode="json"),
-        "format": chosen.formatter.how.model_dump(mode="json"),
-        "rewards": [adapter.reward_weights, *(reward.model_dump(mode="json") for reward in adapter.rewards)],
-        "random": [chosen.name, adapter_run(config, adapter).seed] if at_random else None,
-    }
+    return _digest(
+        measure=chosen.measure,
+        base=[model.path, model.commit, model.dtype],
+        limits=[config.rollout.max_model_len, chosen.held_out.left_out, chosen.sampling.timeout_s],
+        random=[chosen.name, adapter_run(config, adapter).seed] if at_random else None,
+    )
+
+
+def _digest(**parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True, default=repr)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

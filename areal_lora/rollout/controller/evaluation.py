@@ -149,7 +149,8 @@ class Evaluator:
                     found = await self.base.once(chosen.base_key, ref, measure)
                 else:
                     found = await measure()
-                sets.append(msgspec.structs.replace(found, name=chosen.name, order=order, tag=tag))
+                own = {"name": chosen.name, "measure": chosen.measure, "order": order, "tag": tag}
+                sets.append(msgspec.structs.replace(found, **own))
             except ArealLoraError as error:
                 failed[chosen.name] = str(error)
             except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on

@@ -71,6 +71,15 @@ def test_the_best_version_is_that_of_the_highest_accuracy_or_else_reward(
     assert best_version(evaluations) == best
 
 
+def test_figures_of_another_measure_than_the_newest_do_not_count() -> None:
+    figures = {20: (0.9, "easy"), 40: (0.3, "hard"), 60: (0.55, "hard"), 80: (0.35, "hard")}
+    evaluations = {v: Evaluation(accuracy=a, reward_mean=a, measure=m) for v, (a, m) in figures.items()}
+    assert best_version(evaluations) == 60
+    assert best_version({v: evaluations[v] for v in (20, 40)}) == 40
+    unknown = evaluations | {20: Evaluation(accuracy=0.9, reward_mean=0.9)}
+    assert best_version(unknown) == 20, "of a manifest without measures"
+
+
 def test_stock_safetensors_reads_a_rank_file_and_so_do_we(tmp_path: Path) -> None:
     paths = []
     for rank in range(2):

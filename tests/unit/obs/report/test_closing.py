@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.report.closing import closing_lines, detail_lines, print_report
-from areal_lora.obs.report.summary import read_summary, write_summary
+from areal_lora.obs.report.summary import Figures, read_summary, write_summary
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.obs.three_adapters import REASON, TURNS, make_three
@@ -23,6 +24,15 @@ def ended(path: Path, turns: int = len(TURNS)) -> RunFolder:
     exported = {name: folder.adapter_export(name) for name in ("alpha", "gamma")}
     write_summary(folder, wall_s=31.0, adapters=exported, report_path=folder.report)
     return folder
+
+
+def test_the_best_evaluation_is_of_the_newest_measure() -> None:
+    figures, best = Figures(), list[int]()
+    for version, accuracy, measure in [(20, 0.9, "easy"), (40, 0.3, "hard"), (60, 0.55, "hard"), (80, 0.35, "hard")]:
+        figures.add(EvalRecord(version=version, step=version, accuracy=accuracy, n=1, measure=measure))
+        assert figures.best_eval is not None
+        best.append(figures.best_eval.version)
+    assert best == [20, 40, 60, 60]
 
 
 def test_the_summary_has_the_figures_of_each_adapter_and_sums(tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def test_what_an_answer_or_its_score_depends_on_counts(fields: dict[str, Any]) -
     assert keys(**fields) != keys()
 
 
+def test_a_measure_is_of_problems_answers_and_rewards_and_not_of_limits_and_places() -> None:
+    def measures(**fields: Any) -> str:
+        adapter = config("m").adapters[0].model_copy(update=fields)
+        (only,) = adapter_data(config("m"), adapter, CharTokenizer()).sets
+        return only.measure
+
+    function, same = FunctionReward(path="m:f"), FunctionReward(path="m:f", workers=3)
+    assert measures() == measures(**sampling(timeout_s=4.0)) == measures(init_from="folder", seed=7)
+    assert measures(reward=function) == measures(reward=same)
+    changed = [{"reward": function}, a_set(n=5), a_set(correct_threshold=0.5), sampling(max_new_tokens=7)]
+    assert len({measures(), *(measures(**fields) for fields in changed)}) == 5
+
+
 def test_another_base_and_an_adapter_that_begins_elsewhere() -> None:
     assert keys(config("other")) != keys()
     assert keys(init_from="folder") == {}, "its version 0 is not the base"
