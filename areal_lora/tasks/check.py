@@ -20,6 +20,7 @@ from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import given_answer, load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.rewards import extract_answer
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.stored_samples import indices_by_value
 from areal_lora.tasks.word_problems import Split
@@ -85,6 +86,12 @@ def _problem(
                 f"{reward.kind} compares with a gold answer, and {without.uid} has none",
                 f"name its column in {key}.columns.answer, or use a reward of your own",
             )
+        if isinstance(reward, sections.BuiltInReward) and reward.kind == "numeric_match":
+            golds = [sample.gold for samples in loaded for sample in samples]
+            if unread := [gold for gold in golds if extract_answer(gold) is None]:
+                reason = f"{len(unread)} of {len(golds)} gold answers state no number, the first is {unread[0][-40:]!r}"
+                fix = f"choose math_verify or a reward of your own, or leave these rows out by {key}.keep"
+                return ConfigError(f"{place}.kind", reason, fix)
         if isinstance(reward, sections.CodeReward):
             settings = msgspec.convert(reward.model_dump(), CodeSettings)
             for sample in (sample for samples in loaded for sample in samples):

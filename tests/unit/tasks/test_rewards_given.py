@@ -36,3 +36,17 @@ def test_all_rows_are_checked_before_a_start(tmp_path: Path) -> None:
     assert list(task_problems(load_config(FILES, keys), online=False)) == [], "only where they are trained on"
     (problem,) = task_problems(load_config(FILES, [*keys, "adapters.0.sft.steps=3"]), online=False)
     assert (problem.path, "worked" in problem.reason) == ("adapters.0.sft.column", True)
+
+
+def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compared(tmp_path: Path) -> None:
+    """Sampling them is lost: each answer to them is an error, three times."""
+    rows = [{"prompt": f"{n}+1?", "answer": "B" if n in (5, 6) else str(n + 1)} for n in range(20)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"adapters.0.{key}" for key in ("task.kind=dataset", f"task.train={data}", f"task.eval={data}")]
+    (problem,) = task_problems(load_config(FILES, keys), online=False)
+    assert problem.path == "adapters.0.reward.kind"
+    assert problem.reason == "4 of 40 gold answers state no number, the first is 'B'"
+    assert "math_verify" in problem.fix
+    for reward in ("math_verify", "none"):
+        assert not list(task_problems(load_config(FILES, [*keys, f"adapters.0.reward.kind={reward}"]), online=False))
