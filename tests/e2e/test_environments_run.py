@@ -20,7 +20,7 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 from tests.support.cli.command import areal_lora
-from tests.support.e2e.several_adapters import Ended, entries, run
+from tests.support.e2e.several_adapters import SHORT, Ended, entries, run
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.rollout import gym_classes
 from tests.support.rollout.real_environments import AGENT, TASKSET, TOOLS, environments_python, openenv_server
@@ -38,6 +38,7 @@ A:{% endif %}{% elif message.role == 'assistant' %}{{ message.content }}
 {%- else %}{{ eos_token }}{% endif %}
 {%- elif message.role == 'tool' %}{{ message.content }}{% endif %}
 {%- endfor -%}"""
+ONE_RANK = ("trainer.world_size=1", "trainer.ep=1")
 STEPS = 2
 SDK_STEPS = 2
 PARSER = f"{ROOT / 'tests' / 'support' / 'agents' / 'own_format.py'}:CalculationParser"
@@ -52,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     (root / "tools.py").write_text(TOOLS)
     python = str(environments_python())
     workflows: dict[str, dict[str, Any]] = {
-        "attention": {"kind": "verifiers", "env": "cups", "args": {"agent": AGENT}, "python": python, "workers": 2},
+        "attention": {"kind": "verifiers", "env": "cups", "args": {"agent": AGENT}, "python": python},
         "experts": {"kind": "mcp", "env": ["python tools.py"], "tool_parser": PARSER},
         "shared": {"kind": "gym", "env": f"{gym_classes.__file__}:Problem"},
     }
@@ -76,7 +77,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     }
     with openenv_server(root) as url:
         chosen[-1]["workflow"] = {"kind": "openenv", "env": f"{url}/problem", "python": python}
-        ended = run(root, "environments", [*chosen, *entries("attention", attention=sdk)], model=model, cwd=root)
+        chosen += entries("attention", attention=sdk)
+        ended = run(root, "environments", chosen, model=model, cwd=root, overrides=(*SHORT, *ONE_RANK))
     assert ended.code == 0, ended.output
     return ended
 

@@ -115,7 +115,7 @@ def test_updates_along_the_trainers_own_routes(tmp_path: Path) -> None:
         "behaviour.router_replay=old",
         "run.steps=3",
         "eval.every_steps=0",
-        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.sampling.prompts_per_step=8",
         "adapters.gsm8k.task.n_eval=16",
     )
     metrics = [record["metrics"] for record in records(folder) if record["kind"] == "step"]
@@ -144,7 +144,7 @@ def test_given_answers_and_then_rollouts(tmp_path: Path, engine: str, dtype: str
         "eval.every_steps=0",
         "rollout.max_staleness=1",
         "adapters.gsm8k.sft.steps=2",
-        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.sampling.prompts_per_step=8",
         "adapters.gsm8k.task.n_eval=16",
     )
     metrics = [record["metrics"] for record in records(folder) if record["kind"] == "step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from tests.support.paths import EXAMPLES, ROOT
 STEPS = {"attention": 5, "experts": 2, "shared": 5}
 SEED = 2
 """With it two prompts a step are enough: some answers are right in each step, and not all, so that weights change."""
-REPEATABLE = (
-    "rollout.deterministic=true",
+SHORT = (
     "rollout.max_staleness=0",
     "checkpoint.keep_last=1000",
     "eval.every_steps=0",
     "run.max_restarts=0",
     "weight_sync.timeout_s=120",  # a server that is stalled for 20 s is not lost
 )
+REPEATABLE = ("rollout.deterministic=true", *SHORT)
+"""A server computes one sequence at a time."""
 
 
 def entries(*names: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,6 +69,7 @@ def run(
     *swept: str,
     model: Path = EXAMPLES / "tiny_model",
     cwd: Path = ROOT,
+    overrides: Sequence[str] = REPEATABLE,
 ) -> Ended:
     """A run of ``adapters``; a sweep of the only one where overrides and options of a sweep are given."""
     base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
@@ -74,7 +77,7 @@ def run(
     base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": SEED}}
     (root / f"{name}.yaml").write_text(json.dumps(base))
     verb = ["areal_lora", "sweep"] if swept else ["areal_lora.launch"]
-    command = [forked_python(), "-m", *verb, "--config", str(root / f"{name}.yaml"), *REPEATABLE, *swept]
+    command = [forked_python(), "-m", *verb, "--config", str(root / f"{name}.yaml"), *overrides, *swept]
     command += forked_roles(root)
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     folder = RunFolder(root / name)

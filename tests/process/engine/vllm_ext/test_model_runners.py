@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from areal_lora.errors import AdapterError
-from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER
+from tests.process.engine.vllm_ext import test_keep, test_kept, test_server
+from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER, SECOND_SERVER
+from tests.support.engine.vllm_ext.serving import RunningServer, connect, start
 from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
 
-pytestmark = pytest.mark.slow  # importing vLLM
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # importing vLLM
 
 ADAPTERS = {"first": 7, "second": None, "third": 9, "fourth": 7}
 """Adapter id by request; None is the base."""
@@ -132,11 +135,38 @@ def test_a_runner_that_is_neither_is_refused_by_name() -> None:
         runner_of(SimpleNamespace(model_runner=SimpleNamespace()))
 
 
-TESTS = (
-    "test_kept.py::test_kept_ids_are_those_of_the_rule",
-    "test_keep.py::test_routes_are_of_the_version_that_read_each_token",
-    "test_server.py::test_prompts_are_scored_at_the_temperature_that_each_request_names",
-)
+@pytest.fixture(scope="module")
+def second(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with the second one, its kernels interpreted, on vLLM's CPU build."""
+    folder = tmp_path_factory.mktemp("second") / "run"
+    how: dict[str, Any] = {"router_replay": "rollout", "in_flight": "keep", "max_staleness": 1}
+    process = start(folder, tiny_model, SECOND_SERVER, **how)
+    try:
+        running = connect(folder, tiny_model, process)
+        yield running
+        running.source.close()
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def test_ids_that_the_second_runner_keeps_are_those_of_the_rule(second: RunningServer) -> None:
+    oracle = test_kept.Oracle(second)
+    oracle.publish()
+    test_kept.test_kept_ids_are_those_of_the_rule(second, oracle)
+
+
+def test_routes_of_the_second_runner_are_of_the_version_that_read_each_token(
+    second: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_keep, "LONG", test_keep.INTERPRETED)
+    test_keep.test_routes_are_of_the_version_that_read_each_token(second)
+
+
+def test_the_second_runner_scores_prompts_at_the_temperature_that_each_request_names(second: RunningServer) -> None:
+    test_server.test_prompts_are_scored_at_the_temperature_that_each_request_names(second)
+
+
 FURTHER = (
     "test_keep.py::test_a_running_answer_changes_its_version_and_keeps_its_cache",
     "test_keep.py::test_versions_that_no_sequence_is_on_leave_their_slots",
@@ -148,10 +178,9 @@ FURTHER = (
 """Of servers with the first one."""
 
 
-@pytest.mark.timeout(900)
-def test_servers_with_the_second_runner_pass_tests_of_the_first(tmp_path: Path) -> None:
-    """Its kernels interpreted, on vLLM's CPU build."""
-    tests = [str(Path(__file__).with_name(name)) for name in TESTS + FURTHER * NIGHTLY]
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes; make test-all")
+def test_servers_with_the_second_runner_pass_further_tests_of_the_first(tmp_path: Path) -> None:
+    tests = [str(Path(__file__).with_name(name)) for name in FURTHER]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # it is no lane
     command = [sys.executable, "-m", "pytest", "-q", f"--basetemp={tmp_path / 'tests'}", *tests]
     env = own | {SECOND_RUNNER: "1"}
