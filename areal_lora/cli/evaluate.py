@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.cli.find_run import RUN_HELP, Adapter, Run, Version, open_run, run_names
+from areal_lora.cli.find_run import RUN_HELP, Adapter, Overrides, Run, Version, open_run, run_names, with_overrides
 from areal_lora.cli.serve import ServingEndpoint, served
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.recorded import adapter_named
+from areal_lora.config.recorded import adapter_named, conflict
 from areal_lora.data.prompts import load_tokenizer
 from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
@@ -45,6 +45,7 @@ Figures = dict[str, float | int | None]
 
 def evaluate(
     run: Run,
+    overrides: Overrides = None,
     version: Version = "newest",
     adapter: Adapter = None,
     names: Annotated[list[str] | None, typer.Option("--set", metavar="NAME", help="this set only; repeatable")] = None,
@@ -53,9 +54,13 @@ def evaluate(
     """Evaluate a version on the sets of the run's configuration, with a server of its own.
 
     It prints the figures and writes nothing; the run may be finished or in progress. Texts, workflow and reward are
-    those of the run.
+    those of the run, if no key such as adapters.NAME.evals is overridden.
     """
     folder, config = open_run(run)
+    if overrides:
+        before, config = config, with_overrides(folder, overrides)
+        if (error := conflict(before, config)) is not None:
+            raise error
     chosen = _with_sets(adapter_named(config, adapter), names)
     sets = load_sets(config, chosen, load_tokenizer(config.model.folder))
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)

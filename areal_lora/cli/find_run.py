@@ -11,8 +11,9 @@ from typing import Annotated
 import psutil
 import typer
 
+from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import read_config_here
+from areal_lora.config.recorded import moved_here, read_config, read_config_here
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
 
@@ -57,6 +58,20 @@ def open_run(text: str) -> tuple[RunFolder, Config]:
     """The folder as of `find_run`, and the configuration of the run at the place where it is now."""
     folder = find_run(text)
     return folder, read_config_here(folder)
+
+
+def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The configuration of the run with ``a.b=c`` applied and checked like those of a start.
+
+    Without adapters that have joined: these join again.
+    """
+    if not overrides:
+        return moved_here(read_config(folder), folder)
+    fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
+    if fixed:
+        fix = "leave it out; a copy of the folder is a run of its own"
+        raise ConfigError(fixed[0], "the run folder decides name and root of its run", fix)
+    return moved_here(load_config([folder.config], overrides), folder)
 
 
 def run_names(incomplete: str = "") -> list[str]:

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +10,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_run
+from areal_lora.cli.find_run import Files, OptionalFiles, Overrides, Run, find_run, with_overrides
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import moved_here, read_config
 from areal_lora.doctor.checks import Level
 from areal_lora.doctor.examine import canary_config, examine
 from areal_lora.errors import ConfigError, ExitCode
@@ -27,7 +25,6 @@ from areal_lora.obs.console import run_console
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.warnings import bill, bill_lines
-from areal_lora.run_folder.paths import RunFolder
 
 
 def train(
@@ -117,7 +114,7 @@ def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> N
     costs, basis = cost_model.arithmetic(prepared.config, prepared.plan.shape), "by arithmetic; --like RUN measures"
     if like is not None:
         folder = find_run(like)
-        of = prepare(moved_here(read_config(folder), folder), err, starts=False)
+        of = prepare(with_overrides(folder, ()), err, starts=False)
         own = cost_model.arithmetic(of.config, of.plan.shape)
         answers = [head.answer for head in RolloutIndex(folder).page(RolloutFilter(outcome="trained")).rows]
         costs, basis = (
@@ -194,20 +191,6 @@ def doctor(
         for name, parts in bills.items():
             print(*bill_lines(name, parts), sep="\n")
     raise typer.Exit(ExitCode.MISSING if failed else ExitCode.DONE)
-
-
-def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """The configuration of the run with ``a.b=c`` applied and checked like those of a start.
-
-    Without adapters that have joined: these join again.
-    """
-    if not overrides:
-        return moved_here(read_config(folder), folder)
-    fixed = [text for text in overrides if text.partition("=")[0] in ("run.name", "run.root")]
-    if fixed:
-        fix = "leave it out; a copy of the folder is a run of its own"
-        raise ConfigError(fixed[0], "the run folder decides name and root of its run", fix)
-    return moved_here(load_config([folder.config], overrides), folder)
 
 
 def add_servers(

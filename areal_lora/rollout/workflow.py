@@ -213,7 +213,7 @@ class WorkflowContext:
             stop=[*self.sampling.stop, *(stop or ())] or None,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
-            return_kept=self.sampling.truncates,
+            return_kept=self.sampling.truncates and not self.evaluating,
             min_tokens=self.sampling.min_tokens,
             logprobs=top_logprobs,
             structured_outputs=None if schema is None else StructuredOutputs(json=schema),

@@ -49,6 +49,9 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(made))
     yield folder
+    for request in server.requests:
+        assert request["top_p"] == (0.95 if request["temperature"] == 0.6 else 1.0)
+        assert not request.get("return_kept")
     loop.run(server.__aexit__())
     loop.close()
 
@@ -63,6 +66,17 @@ def test_all_sets_or_one_of_them(run_folder: Path, capsys: pytest.CaptureFixture
     assert (record["kind"], record["name"], record["version"], record["n"]) == ("eval", "sampled", 3, 4)
     assert record["n_samples"] == 2
     assert [path.name for path in run_folder.iterdir()] == ["config.json"], "the run folder stays as it is"
+
+
+def test_sets_that_the_run_did_not_have(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the sampling of a model card: answers have no kept ids, so that top_p needs no top_k."""
+    new = "adapters.math.evals=[{name: new, n: 3, n_samples: 2, temperature: 0.6, top_p: 0.95, min_p: 0.1}]"
+    assert main(["eval", str(run_folder), new, "--json"]) == ExitCode.DONE
+    (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (record["name"], record["n"], record["n_samples"], record["temperature"]) == ("new", 3, 2, 0.6)
+    assert json.loads((run_folder / "config.json").read_text())["adapters"][0]["evals"] == SETS
+    assert main(["eval", str(run_folder), "adapters.math.rank=2"]) == ExitCode.WRONG_INPUT
+    assert "adapters.math.rank" in capsys.readouterr().err
 
 
 def test_one_of_several_adapters_is_named(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
