@@ -31,7 +31,7 @@ from tests.support.sizes import sample
 from tests.support.tinker.cookbook import MODEL, cookbook_environment, data_sets, metrics
 from tests.support.tinker.offline import LOSSES, expected_loss
 from tests.support.tinker.scripted import PROGRAMS, new_tenant
-from tests.support.tinker.sdk import VERSIONS, environment, sdk_path
+from tests.support.tinker.sdk import VERSIONS, environment, sdk_path, sdk_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -77,9 +77,6 @@ class Checkout:
         assert endpoint is not None
         return f"http://{endpoint.host}:{endpoint.ports['api']}"
 
-    def begin(self, version: str, program: Path, key: str) -> subprocess.Popen[str]:
-        return self.run_program([sys.executable, str(program)], environment(version), key)
-
     def run_program(self, command: list[str], env: dict[str, str], key: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             command,
@@ -120,7 +117,7 @@ def test_the_page(checkout: Checkout, tmp_path: Path) -> None:
     file = tmp_path / "first.py"
     file.write_text(program)
     key = new_tenant(checkout.run, checkout.url, "page")
-    found = checkout.end(checkout.begin(VERSIONS[-1], file, key)).splitlines()
+    found = checkout.end(checkout.run_program([sys.executable, str(file)], environment(VERSIONS[-1]), key)).splitlines()
     number = re.compile(r"-?\d+\.\d+")
     for line, wanted in zip(found, shown.splitlines(), strict=True):
         assert number.sub("N", line.partition("tinker://")[0]) == number.sub("N", wanted.partition("tinker://")[0])
@@ -147,7 +144,8 @@ def loops(checkout: Checkout) -> dict[str, dict[str, Any]]:
     begun = {}
     for version, tenant in TENANTS.items():
         key = new_tenant(checkout.run, checkout.url, tenant)
-        begun[version] = (key, checkout.begin(version, PROGRAMS / "loop.py", key))
+        program = sdk_program(PROGRAMS / "loop.py")
+        begun[version] = (key, checkout.run_program(program, environment(version), key))
     return {
         version: json.loads(checkout.end(process).splitlines()[-1]) | {"key": key}
         for version, (key, process) in begun.items()

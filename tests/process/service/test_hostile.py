@@ -13,7 +13,6 @@ import re
 import socket
 import struct
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from tests.support.service.hostile import BODY_KIB, PASS_KIB, Shot, typed
 from tests.support.sizes import size
 from tests.support.tinker.hostile import posted, shot
 from tests.support.tinker.scripted import PROGRAMS, ScriptedRun
-from tests.support.tinker.sdk import VERSIONS, environment
+from tests.support.tinker.sdk import VERSIONS, environment, sdk_program
 from tests.support.tinker.tenant_world import API, PROTOBUF, World, check, settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -229,7 +228,7 @@ def test_both_sdks_read_every_answer(storm: Storm, version: str) -> None:
         if path.startswith(API)
     ]
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "read_answers.py")],
+        sdk_program(PROGRAMS / "read_answers.py"),
         input=json.dumps(rows),
         env=environment(version),
         capture_output=True,

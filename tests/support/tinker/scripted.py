@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from tests.support.forks.starter import starter_of
 from tests.support.launcher.real_slurm import free_ports
 from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.running import service_config
-from tests.support.tinker.sdk import environment
+from tests.support.tinker.sdk import environment, sdk_program
 
 SERVICE = "areal_lora.service.main"
 WAIT_S, PROGRAM_S = 150.0, 280.0
@@ -115,7 +114,7 @@ class ScriptedRun:
         """Start a program of this folder with the SDK in ``version``."""
         more = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key, "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), *words],
+            sdk_program(PROGRAMS / program, *words),
             env=environment(version) | more,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

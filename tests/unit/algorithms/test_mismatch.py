@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.algorithms.mismatch import ServerScores, TrainerScores, chain, split
 from tests.support.families.tiny_families import save
+from tests.support.sizes import size
 
-LAYERS, DRAWS = 2, 48
+LAYERS, DRAWS = 2, size(24, 48)
 CAUSES = ("flips", "truncation", "record", "staleness", "adapter", "weights", "numerics")
 PLANTED = CAUSES[:-1]
 Parts = dict[str, tuple[float, float]]

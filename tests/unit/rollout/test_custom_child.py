@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.errors import AlignmentError, ConfigError
-from areal_lora.rollout import environment_workers
+from areal_lora.rollout import environment_child, environment_workers
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.custom_child import CheckedWorkflow
@@ -23,13 +25,23 @@ from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Outcome
+from tests.support.cli.command import command_starter
 from tests.support.clocks import seen
+from tests.support.forks.starter import session
 from tests.support.rollout import custom_workflows
 from tests.support.rollout.custom_workflows import Changed
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
+PYTHON = sys.executable
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is a fork of a process with the imports of commands, `custom_child` among them."""
+    python = command_starter().interpreter(session() / f"worker-{os.getpid()}", environment_child.__name__)
+    monkeypatch.setattr(sys, "executable", str(python))
 
 
 def checked(change: str, value: Any = None) -> Episode:
@@ -90,7 +102,9 @@ def test_a_reward_that_is_no_finite_number_costs_its_group() -> None:
         checked("reward", "good")
 
 
-def test_a_worker_returns_the_episode_that_the_controller_would_make() -> None:
+def test_a_worker_returns_the_episode_that_the_controller_would_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", PYTHON)  # not forked: as in a run
+
     async def here() -> Episode:
         async with served(FakeServer(models={str(V1)}), Graded()) as context:
             return await SingleTurnWorkflow(context=context).run(PROMPT, V1, seed=1)

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
 from areal_lora.service.tinker.passes import INT64, ForwardBackwardRequest, PassRequest, read_pass, scored_body
 from areal_lora.service.tinker.sdk_bodies import read_sample, sampled_body
 from tests.support.paths import ROOT
-from tests.support.tinker.sdk import VERSIONS, environment
+from tests.support.tinker.sdk import VERSIONS, environment, sdk_program
 
 PROGRAM = ROOT / "tests" / "support" / "tinker" / "both_ways.py"
 SAMPLE: dict[str, Any] = {
@@ -69,7 +68,7 @@ def both_ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict
     sampled = sampled_body(read_sample(SAMPLE), json.dumps(ANSWER).encode())
     answers = {"scored": base64.b64encode(scored).decode(), "sampled": base64.b64encode(sampled).decode()}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
+        sdk_program(PROGRAM),
         input=json.dumps(answers),
         env=environment(request.param),
         capture_output=True,
