@@ -127,12 +127,12 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     progress = min((step - config.warmup_steps) / span, 1.0)
     match config.schedule:
         case "constant":
-            factor = 1.0
+            return config.lr
         case "linear":
             factor = 1.0 - progress
         case "cosine":
             factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * factor
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
 def make_loss(
