@@ -22,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer
 from versus_accuracy import greedy_accuracy
 
 from areal_lora.config.load import load_config
-from areal_lora.engine.base import BETAS
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match
 
@@ -110,9 +109,9 @@ def main() -> None:
         temperature=sampling.temperature,
         learning_rate=adapter.optimizer.lr,
         lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        max_grad_norm=adapter.optimizer.max_grad_norm,
+        adam_beta1=adapter.optimizer.betas[0],
+        adam_beta2=adapter.optimizer.betas[1],
+        max_grad_norm=adapter.optimizer.max_grad_norm or 0.0,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,

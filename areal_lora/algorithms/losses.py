@@ -40,6 +40,18 @@ def denominator(loss_mask: Tensor, n_sequences: int, reduction: Reduction, max_n
     return float(max(n_sequences, 1) * max_new_tokens)
 
 
+def gradient_scale(loss_mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -> float:
+    """Factor of loss and `denominator` of a whole minibatch: a power of two, 1 unless weights are 1 / length.
+
+    A gradient of 1 / 32768 has few bits in float16, and one of 32768 may overflow further down. So the factor is midway
+    between shortest and longest length. The quotient has the same bits in fp32 and bf16 as without it.
+    """
+    if reduction != "sequence":
+        return 1.0
+    lengths = [n for n in token_counts(loss_mask, cu_seqlens).tolist() if n] or [1]
+    return 2.0 ** round(math.log2(min(lengths) * max(lengths)) / 2)
+
+
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum packed [T] ``values`` over each of the N sequences. [N]"""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]

@@ -66,7 +66,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step: int
     total_steps: int
     lr: float
-    settings: dict[str, float | str]
+    settings: dict[str, float | str | list[float] | None]
 
 
 class Companion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,12 +37,6 @@ every tensor-parallel rank calls it on equal inputs and must return equal sums.
 """
 
 
-BETAS = (0.9, 0.95)
-"""Adam's decay of the moments, where no client of the service gives its own."""
-EPS = 1e-8
-"""Added to the root of Adam's second moment, where no client of the service gives its own."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamValues:
     """What an optimizer step takes besides its rate. ``max_grad_norm`` None: no clipping."""
@@ -56,9 +50,9 @@ class AdamValues:
     @classmethod
     def of(cls, config: OptimizerConfig) -> "AdamValues":
         return cls(
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            eps=EPS,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=config.eps,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )

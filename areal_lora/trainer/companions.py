@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
+from areal_lora.algorithms.losses import Reduction, denominator, gradient_scale, spread, token_weights, value_loss
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, read_tensors
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -118,8 +118,8 @@ def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Pa
         engine.load_state(name, read_tensors(folder, manifest, role), kept.step)
 
 
-def make_value_loss(reduction: Reduction) -> LossFn:
-    """Build the critic's objective for the engine. Given answers have no share in it."""
+def make_value_loss(reduction: Reduction, scale: float) -> LossFn:
+    """Build the critic's objective for the engine, times ``scale``. Given answers have no share in it."""
 
     def loss(micro: MicroBatch, values: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.values is not None, "annotate() comes before learning"
@@ -131,7 +131,7 @@ def make_value_loss(reduction: Reduction) -> LossFn:
             returns=micro.returns,
             weights=token_weights(sampled_mask(micro), micro.cu_seqlens, reduction),
         )
-        return LossSums(loss=sums.loss, stats=sums.stats)
+        return LossSums(loss=sums.loss * scale, stats=sums.stats)
 
     return loss
 
@@ -147,9 +147,10 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
         return {}
     reduction = config.algorithm.reduction
     own = replace(minibatch, adapters=(critic.name,) * minibatch.n_sequences)
-    sums = engine.forward_backward(own, make_value_loss(reduction))
+    scale = gradient_scale(sampled, minibatch.cu_seqlens, reduction)
+    sums = engine.forward_backward(own, make_value_loss(reduction, scale))
     n_sequences = int((~minibatch.given).sum())
-    divisor = denominator(sampled, n_sequences, reduction, config.sampling.max_new_tokens)
+    divisor = scale * denominator(sampled, n_sequences, reduction, config.sampling.max_new_tokens)
     stats = engine.optim_step(critic.name, divisor, lr * critic.rate).values
     named = {name: value for name, value in sums.items() if name != "loss"}
     return named | {"value_steps": 1.0, "value_grad_norms": stats["grad_norm"], "value_skipped": stats["skipped"]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areal_lora.algorithms.advantages import token_credit
-from areal_lora.algorithms.losses import denominator, policy_loss, spread, token_counts, token_weights
+from areal_lora.algorithms.losses import denominator, gradient_scale, policy_loss, spread, token_counts, token_weights
 from areal_lora.algorithms.mismatch import after_change, is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
@@ -127,16 +127,18 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     progress = min((step - config.warmup_steps) / span, 1.0)
     match config.schedule:
         case "constant":
-            factor = 1.0
+            return config.lr
         case "linear":
             factor = 1.0 - progress
         case "cosine":
             factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * factor
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
-def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False, served_routes: bool = False) -> LossFn:
-    """Build the adapter's objective for the engine. ``version`` is the version in training.
+def make_loss(
+    adapter: Adapter, version: int, *, scale: float = 1.0, kept_caches: bool = False, served_routes: bool = False
+) -> LossFn:
+    """Build the adapter's objective for the engine, times ``scale``. ``version`` is the version in training.
 
     ``kept_caches``: servers keep KV caches of older versions. The objective takes the record of a token after a change
     as the policy that sampled it, which no version is; the trainer's log-probabilities are of one version throughout.
@@ -165,7 +167,7 @@ def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False, serv
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
         scored = before if adapter.config.dropout else current
         return LossSums(
-            loss=sums.loss,
+            loss=sums.loss * scale,
             stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches, served_routes), **votes},
         )
 
@@ -219,7 +221,7 @@ def learn(
             differ from those of the same policy by more than rounding (contract C10). No optimizer step uses a
             minibatch with a fault, and one whose sums are not finite is skipped.
     """
-    loss_fn = make_loss(adapter, version, kept_caches=kept_caches, served_routes=batch.routes is not None)
+    served_routes, reduction = batch.routes is not None, adapter.config.algorithm.reduction
     replays_old = batch.old_routes is not None
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
@@ -232,9 +234,10 @@ def learn(
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
     start = 0
     for index, minibatch in enumerate(split_minibatches(updates, adapter.config.minibatches)):
+        scale = gradient_scale(minibatch.loss_mask, minibatch.cu_seqlens, reduction)
         sums = engine.forward_backward(
             minibatch,
-            loss_fn,
+            make_loss(adapter, version, scale=scale, kept_caches=kept_caches, served_routes=served_routes),
             temperature=temperature,
             need_entropy=need_entropy,
             scores=None if scores is None else scores[start : start + minibatch.n_tokens],
@@ -247,13 +250,9 @@ def learn(
                 f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
-        totals.update(sums)
-        divisor = denominator(
-            minibatch.loss_mask,
-            minibatch.n_sequences,
-            adapter.config.algorithm.reduction,
-            adapter.config.sampling.max_new_tokens,
-        )
+        totals.update(sums | {"loss": sums["loss"] / scale})
+        longest = adapter.config.sampling.max_new_tokens
+        divisor = scale * denominator(minibatch.loss_mask, minibatch.n_sequences, reduction, longest)
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
         stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values

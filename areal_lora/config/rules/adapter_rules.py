@@ -174,7 +174,7 @@ def batches(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Fi
     if adapter.is_client:
         return
     t, sampling = config.trainer, adapter.sampling
-    replicas = max(1, t.world_size // (t.tp * t.pp))
+    replicas = max(1, t.world_size // (t.tp * t.cp * t.pp))
     if adapter.minibatches > sampling.prompts_per_step:
         reason = f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts"
         yield Finding("minibatches", reason, f"set it to at most {sampling.prompts_per_step}")

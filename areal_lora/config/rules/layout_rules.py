@@ -270,10 +270,11 @@ def answers_fit(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterato
 
 
 def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
-    longest, budget, shape = config.rollout.max_model_len, config.trainer.max_tokens_per_microbatch, shape_of(facts)
-    if budget < longest:
-        reason = f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens"
-        yield Finding("trainer.max_tokens_per_microbatch", reason, f"set it to at least {longest}")
+    t, longest, shape = config.trainer, config.rollout.max_model_len, shape_of(facts)
+    if (held := t.max_tokens_per_microbatch * t.cp) < longest:
+        reason = f"{held} tokens of {t.cp} context-parallel ranks" if t.cp > 1 else f"{held}"
+        reason += f" cannot hold one sequence of rollout.max_model_len = {longest} tokens"
+        yield Finding("trainer.max_tokens_per_microbatch", reason, f"set it to at least {-(-longest // t.cp)}")
     if shape and shape.max_positions and longest > shape.max_positions:
         reason = f"{longest} is beyond the model's {shape.max_positions} positions"
         yield Finding("rollout.max_model_len", reason, f"set it to at most {shape.max_positions}")

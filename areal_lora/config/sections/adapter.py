@@ -153,14 +153,23 @@ class SftConfig(Section):
     column: str | None = Field(None, description="Column with the text of the answer; the gold answer if unset.")
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     lr: PositiveFloat = Field(description="Learning rate after the warm-up; of lora_A where `lora_plus_ratio` is set.")
     lora_plus_ratio: PositiveFloat = Field(1.0, description="LoRA+: the learning rate of lora_B is `lr` times this.")
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.95], description="Adam's decay of its moments."
+    )
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Norm above which the adapter's gradient is scaled down.")
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Norm above which the adapter's gradient is scaled down; null: never."""
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate from the end of the warm-up; the others end with 0 at `run.steps`."""
+    """Learning rate from the end of the warm-up; the others end with `min_lr_ratio` x `lr` at `run.steps`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Last learning rate over `lr`.")
 
 
 Stages = dict[str, dict[NonNegInt, dict[str, NonNegFloat]]]

@@ -94,7 +94,8 @@ class TrainerConfig(Section):
     distributed, earlier stages first."""
     moe_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """How GPUs send tokens to other ranks' experts (megatron). `deepep`, `hybridep`: Megatron's `flex`, over DeepEP."""
-    max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Token budget of a rank in one packed micro-batch, whose row has `cp` times as many."""
     recompute: Recompute = "none"
     """What a layer keeps for the backward pass, which computes the rest again. `none`: all. `selective`: its input and
     what attention returns. `full`: its input. `offload`: its input, in host memory."""

@@ -47,7 +47,7 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
     yield "micro-batch x 2", _with(config, "trainer", max_tokens_per_microbatch=2 * budget)
     length = 2 * r.max_model_len
     longer = _with(config, "rollout", max_model_len=length)
-    yield "context x 2", _with(longer, "trainer", max_tokens_per_microbatch=max(budget, length))
+    yield "context x 2", _with(longer, "trainer", max_tokens_per_microbatch=max(budget, -(-length // t.cp)))
     yield "trainer ranks x 2", _with(config, "trainer", world_size=2 * t.world_size)
     if t.engine == "megatron" and shape.experts and not shape.experts % (2 * t.ep):
         divides = not t.world_size % (2 * t.ep * t.etp * t.pp)

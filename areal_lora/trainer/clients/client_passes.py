@@ -41,7 +41,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "Limits":
-        longest = config.trainer.max_tokens_per_microbatch
+        longest = config.trainer.max_tokens_per_microbatch * config.trainer.cp
         return cls(vocabulary=shape.vocab, longest=min(longest, shape.max_positions or longest))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.load import load_config
-from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
@@ -50,7 +50,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         trainer = TrainerConfig(max_tokens_per_microbatch=150, **sizes)
         engine = MegatronEngine(ModelConfig(path=model, dtype="float32"), trainer, torch.device("cpu"))
         adapter, batch, seen = adapter_of(model, folder, rank, alpha), make_batch(make_rows()), {}
-        engine.add_adapter(adapter.spec, OPTIMIZER, seed=1)
+        engine.add_adapter(adapter.spec, OptimizerConfig(lr=OPTIMIZER.lr), seed=1)
         warm_start(engine, adapter, seed=1)
         start(engine, adapter, seed=1)
         seen["state"] = engine.export_state("a").parts

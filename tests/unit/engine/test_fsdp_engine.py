@@ -298,7 +298,7 @@ def exact_gradients(folder: Path, wire: dict[str, torch.Tensor], aliases: Any, t
 
 
 def test_float16_needs_no_loss_scale_and_an_overflow_is_a_skipped_step(world: None, tmp_path: Path) -> None:
-    """A loss is a sum over tokens, whose weights are from 1 down to 1 of an answer's tokens, here 8,192."""
+    """A loss is a sum over tokens, of weights down to those of `gradient_scale` beside far shorter answers."""
     print("seed 3")
     folder, draw = save("llama", tmp_path), torch.Generator().manual_seed(3)
     engine, batch = engine_of(folder, "float16"), scoring_batch(ROWS, "a")

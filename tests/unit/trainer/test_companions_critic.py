@@ -19,7 +19,7 @@ def annotated(engine: RecordedEngine, **algorithm: object) -> tuple[object, Trai
     return adapter, annotate(engine, adapter, make_batch())
 
 
-@pytest.mark.parametrize(("reduction", "divisor"), [("token", 7.0), ("sequence", 4.0), ("constant", 4 * 32.0)])
+@pytest.mark.parametrize(("reduction", "divisor"), [("token", 7.0), ("sequence", 4.0 * 2), ("constant", 4 * 32.0)])
 def test_policy_and_critic_take_a_step_each_on_every_minibatch(reduction: str, divisor: float) -> None:
     engine = RecordedEngine(make_batch().rollout_logprobs)
     adapter, batch = annotated(engine, reduction=reduction, critic_lr=3e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from areal_lora.config.facts import Facts
@@ -12,6 +13,9 @@ from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sizing.slots import adapter_capacity, served_targets
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.micro_batches import plans_of
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import derive, known_config
 from tests.support.paths import EXAMPLES
@@ -121,6 +125,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
     ("fsdp", [ALL], {"hf_config": {**PHI3, "rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 255}, "checkpoint": LAYERS}, "rollout.max_model_len", ["256 is beyond the 255 positions", "at most 255"]),
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
+    ("embedded", ["trainer.cp=2", "trainer.max_tokens_per_microbatch=127"], {}, "trainer.max_tokens_per_microbatch", ["254 tokens of 2", "256", "at least 128"]),
+    ("embedded", ["adapters.0.sampling={prompts_per_step: 1, n_samples: 3}", "trainer.world_size=8", "trainer.cp=2"], {}, "adapters.0.sampling.prompts_per_step", ["4 data-parallel replicas"]),
     ("embedded", ["adapters.0.sampling.n_samples=1"], {}, "adapters.0.sampling.n_samples", ["grpo", "at least 2"]),
     ("embedded", ["adapters.0.minibatches=65"], {}, "adapters.0.minibatches", ["64 prompts"]),
     ("embedded", ["cluster.nodes=2"], {}, "cluster.nodes", ["this machine"]),
@@ -159,6 +165,19 @@ def test_rule(job: str, overrides: list[str], changes: dict, key: str, words: li
     assert "\n" not in line
     for word in words:
         assert word in line
+
+
+def test_context_parallel_ranks_divide_a_sequence() -> None:
+    """The longest one fits where their budgets together hold it, and they are one replica."""
+    sizes = ["trainer.world_size=8", "trainer.cp=4", "trainer.max_tokens_per_microbatch=64"]
+    config = load_config(EMBEDDED, [*sizes, "adapters.0.sampling={prompts_per_step: 1, n_samples: 2}"])
+    assert check(config, FACTS["embedded"]) == ()
+    layout = ParallelLayout.of(config.trainer, layers=4, experts=8)
+    longest = config.rollout.max_model_len
+    batch = scoring_batch([np.arange(longest, dtype=np.int32) + i for i in range(2)], "a")
+    (plan,) = plans_of(batch, layout, config.trainer.max_tokens_per_microbatch)
+    assert [len(trees) for trees in plan.trees] == [1, 1], "each replica has one of two sequences"
+    assert plan.n_tokens // layout.cp == config.trainer.max_tokens_per_microbatch
 
 
 def test_same_adapter_name_twice() -> None:

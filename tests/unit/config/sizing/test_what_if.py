@@ -47,6 +47,14 @@ def test_each_change_moves_what_it_should() -> None:
     assert "full recompute" not in rows, "the example does it already"
 
 
+def test_a_longer_context_needs_no_larger_budget_where_ranks_divide_it() -> None:
+    sizes = ["trainer.cp=4", "trainer.max_tokens_per_microbatch=4096", "rollout.max_model_len=8192"]
+    rows = {one.change: one for one in what_if(load_config([EXAMPLE], sizes), MOE)}
+    assert rows["context x 2"].rank_device == rows[AS_IT_IS].rank_device
+    longer = {one.change: one for one in what_if(load_config([EXAMPLE], [*sizes, "rollout.max_model_len=16384"]), MOE)}
+    assert longer["context x 2"].rank_device == rows["micro-batch x 2"].rank_device
+
+
 def test_what_has_no_room_is_left_out() -> None:
     assert "trainer ranks x 2" not in found(), "the nodes of the example are full"
     dense = ModelShape.from_hf(known_config("Qwen/Qwen3-8B") or {})

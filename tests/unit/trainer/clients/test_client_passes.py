@@ -59,7 +59,7 @@ def test_what_cannot_be_computed_is_said_before(found: Pass, says: str) -> None:
 
 
 def test_the_limits_are_those_of_model_and_trainer() -> None:
-    config: Any = SimpleNamespace(trainer=SimpleNamespace(max_tokens_per_microbatch=512))
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(max_tokens_per_microbatch=256, cp=2))
     shapes: list[Any] = [SimpleNamespace(vocab=9, max_positions=n) for n in (128, 1024, 0)]
     assert [Limits.of(config, shape).longest for shape in shapes] == [128, 512, 512]
     assert Limits.of(config, shapes[0]).vocabulary == 9
