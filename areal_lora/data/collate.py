@@ -13,7 +13,7 @@ number of micro-batches of the same sizes, as the collectives inside a layer req
 import heapq
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -237,7 +237,7 @@ class MicroPlan:
     n_tokens: int
 
 
-def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: Sequence[Hashable]) -> list[Tree]:
+def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: Sequence[int]) -> list[Tree]:
     """Find the common start of each run of sequences of one group; each keeps at least one token of its own.
 
     All have in common what each has in common with the one before (``shared_starts``).
@@ -254,7 +254,7 @@ def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: 
 
 
 def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[N] numbers of groups for sequences without any, each with ``shared_starts`` [N] of the sequence before.
+    """[N] numbers of the groups to compute as trees, of sequences with ``shared_starts`` [N] of the one before.
 
     A group is a run. Its tree saves its least common start times all but one of its sequences; the groups save as much
     as possible together. Starts below `WORTHWHILE` tokens are none.

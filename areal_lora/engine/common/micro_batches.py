@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.sections.run import Recompute
-from areal_lora.data.collate import HOST, MicroPlan, find_trees, plan_microbatches, split_minibatches
+from areal_lora.data.collate import HOST, MicroPlan, find_trees, groups_of_starts, plan_microbatches, split_minibatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
@@ -31,11 +31,12 @@ Nothing else of a micro-batch outlives its passes: masks and activations of all 
 
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
-    """The micro-batches of ``batch``, equal on every rank."""
+    """The micro-batches of ``batch``, equal on every rank. Starts are shared within a group and an adapter."""
     lengths = batch.cu_seqlens.diff().tolist()
-    groups = list(zip(batch.group_ids.tolist(), batch.adapters, strict=True))
+    of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
+    shared = batch.shared_starts.numpy() * [False, *(a == b for a, b in pairwise(of))]
     return plan_microbatches(
-        find_trees(lengths, batch.shared_starts.tolist(), groups),
+        find_trees(lengths, shared.tolist(), groups_of_starts(shared).tolist()),
         lengths,
         dp=layout.dp,
         token_budget=token_budget * layout.cp,

@@ -18,7 +18,7 @@ from areal_lora.checkpoint.checkpoint_store import leftovers_in, looks_whole
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Disk, files_of, read_manifest, read_tensors
 from areal_lora.config.models import Config
-from areal_lora.data.collate import HOST, groups_of_starts, scoring_batch, select
+from areal_lora.data.collate import HOST, scoring_batch, select
 from areal_lora.distributed.store import Exchange, first_problem
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -83,20 +83,18 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
 def batch_of(requests: Mapping[str, Pass]) -> TrainBatch:
     """The data of the passes by adapter, in order. Entry t of every array refers to token t: they start with a 0.
 
-    Data of one pass that follow each other and start alike, such as answers of one prompt, are a group.
+    The data of a pass are a group.
     """
     every = [(datum, one.loss is not Loss.CROSS_ENTROPY) for one in requests.values() for datum in one.data]
     batch = scoring_batch([np.frombuffer(datum.tokens, "<i4") for datum, _ in every], "")
     weights = _packed([datum.weights for datum, _ in every])
     unused = [bytes(len(datum.weights)) for datum, _ in every]
     mask, adapters = weights != 0, tuple(name for name, one in requests.items() for _ in one.data)
-    own = np.array(adapters) == np.roll(adapters, 1)
     return replace(
         batch,
         loss_mask=mask,
         rollout_logprobs=_packed([x.logprobs if used else zeros for (x, used), zeros in zip(every, unused)]),
         versions=torch.where(mask, 0, -1).int(),
-        group_ids=torch.from_numpy(groups_of_starts(batch.shared_starts.numpy() * own)),
         adapters=adapters,
         advantages=_packed([x.advantages if used else zeros for (x, used), zeros in zip(every, unused)]),
         weights=weights,

@@ -111,7 +111,7 @@ def make_rows(seed: int = 5) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [2, *torch.randint(3, 61, (12,), generator=generator).tolist()]
     rows = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
-    for first, others, shared in ((1, (2, 3, 4), 9), (6, (7, 8), 2), (9, (10,), 60)):
+    for first, others, shared in ((1, (2, 3, 4), 20), (6, (7, 8), 2), (9, (10,), 60)):
         for i in others:
             n = min(shared, len(rows[first]), len(rows[i]) - 1)
             rows[i] = rows[first][:n] + rows[i][n:]

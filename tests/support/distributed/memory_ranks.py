@@ -16,7 +16,7 @@ from tests.support.distributed.engine_ranks import Case, build, loss_fn, make_ba
 from tests.support.distributed.operations_ranks import VOCABULARY
 from tests.support.engine.alive import Alive
 
-MICRO_BATCHES, SHARED, OWN = 8, 10, 30
+MICRO_BATCHES, SHARED, OWN = 8, 20, 30
 BUDGET = SHARED + 2 * OWN
 """Tokens of a group of two answers after one prompt: a micro-batch."""
 RESULT_BYTES = 1024

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.data.collate import scoring_batch
+from areal_lora.data.collate import Tree, scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.micro_batches import of_stage, plans_of
 from areal_lora.families.shape import ModelShape
+from areal_lora.types import TrainBatch
 from tests.support.distributed.scores_ranks import deliver
 from tests.support.distributed.spawn import run_ranks
 from tests.support.families.tiny_families import TINY
@@ -71,3 +72,48 @@ def test_ranks_compute_whole_chunks_of_their_dispatcher(dispatcher: str, chunk: 
     plans = plans_of(batch, ParallelLayout.of(trainer, layers=2, experts=4), 512)
     assert plans
     assert {plan.n_tokens % (chunk * tp * cp) for plan in plans} == {0}
+
+
+def trees_of(batch: TrainBatch) -> list[Tree]:
+    """What one rank computes, in the order of its sequences."""
+    (plan,) = plans_of(batch, ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0), 1 << 20)
+    return sorted((tree for trees in plan.trees for tree in trees), key=lambda tree: tree.sequences)
+
+
+@pytest.mark.parametrize("adapters", ["a" * 8, "aaaabbbb"])
+def test_answers_share_the_prompt_of_their_group_and_adapter(adapters: str) -> None:
+    """Two groups of one prompt, or adapters; some answers begin alike, too."""
+    rows = [[1] * 50 + [2] * more + [3 + i] * 40 for i, more in enumerate([0, 3, 3, 1, 0, 0, 3, 3])]
+    of = torch.arange(8) // 4 * (adapters == "a" * 8)
+    trees = trees_of(replace(scoring_batch(rows, "a"), group_ids=of, adapters=tuple(adapters)))
+    assert trees == [Tree(sequences=(0, 1, 2, 3), shared=50), Tree(sequences=(4, 5, 6, 7), shared=50)]
+
+
+def test_turns_of_an_agent_share_prefixes_that_grow() -> None:
+    """Each turn is a sequence, whose thoughts no later one has; four samples of one prompt.
+
+    The bound is four times the nodes of a trie; over the system prompt, all they have in common, it is ten times.
+    """
+    draw, rows = Random(0), list[list[int]]()
+    for _ in range(4):
+        history = [1] * 200
+        for _ in range(40):
+            rows.append(history + [draw.randrange(2, 99) for _ in range(60)])
+            history = history + [draw.randrange(2, 99) for _ in range(60)]
+    batch, nodes = scoring_batch(rows, "a"), dict[tuple[int, int], int]()
+    for row in rows:
+        at = 0
+        for token in row:
+            at = nodes.setdefault((at, token), len(nodes) + 1)
+    trees = trees_of(batch)
+    assert [i for tree in trees for i in tree.sequences] == list(range(len(rows)))
+    assert all(len({tuple(rows[i][: tree.shared]) for i in tree.sequences}) == 1 for tree in trees)
+    computed = sum(tree.size([len(row) for row in rows]) for tree in trees)
+    print(f"seed 0: {computed} tokens, {len(nodes)} nodes of a trie, {sum(map(len, rows)) - 200 * 159} with one tree")
+    assert computed < 4 * len(nodes)
+
+
+def test_a_start_that_saves_less_than_it_costs_is_not_shared() -> None:
+    """A main agent and a helper in turns have three tokens of the template in common."""
+    trees = trees_of(scoring_batch([[1] * 3 + [2 + i % 2] * 100 for i in range(6)], "a"))
+    assert trees == [Tree(sequences=(i,), shared=0) for i in range(6)]

@@ -67,7 +67,7 @@ def routed(made: Trajectory, random: Random) -> Trajectory:
 def groups(seed: int = 0) -> list[TrajectoryGroup]:
     random, made = Random(seed), []
     for group in range(7):
-        prompt = [random.randrange(1000) for _ in range(random.randint(1, 20))]
+        prompt = [random.randrange(1000) for _ in range(random.randint(1, 40))]
         rows = tuple(trajectory(random, group, sample, prompt) for sample in range(random.randint(1, 5)))
         if group % 2:
             rows = tuple(routed(one, random) for one in rows)
