@@ -18,7 +18,7 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
+from areal_lora.trainer.companions import critic_of, improve, reference_of, renew, trained_mask
 from areal_lora.types import Correction, TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
@@ -148,7 +148,7 @@ def make_loss(
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None, "annotate() comes before learning"
-        weights = token_weights(micro.loss_mask, micro.cu_seqlens, reduction)
+        weights = token_weights(trained_mask(micro, adapter), micro.cu_seqlens, reduction)
         sums = policy_loss(
             algorithm.terms,
             logprobs=logprobs,
@@ -213,8 +213,8 @@ def learn(
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
-    A critic takes its own on the same minibatches; a reference may be renewed. ``served_as`` is the weights' part in a
-    mismatch.
+    A critic takes its own on the same minibatches; a reference may be renewed. A minibatch without trained tokens takes
+    none. ``served_as`` is the weights' part in a mismatch.
 
     Raises:
         AlignmentError: the batch's log-probabilities are shifted by one token, or, before any weight has moved, they
@@ -226,7 +226,7 @@ def learn(
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
     totals: Counter[str] = Counter()
-    skipped: list[float] = []
+    stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     variants = unmoved(engine, adapter, batch, served_as) if measures_causes(version) else Variants()
     scores, before = None, batch.prox_logprobs
@@ -234,7 +234,8 @@ def learn(
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
     start = 0
     for index, minibatch in enumerate(split_minibatches(updates, adapter.config.minibatches)):
-        scale = gradient_scale(minibatch.loss_mask, minibatch.cu_seqlens, reduction)
+        trained = trained_mask(minibatch, adapter)
+        scale = gradient_scale(trained, minibatch.cu_seqlens, reduction)
         sums = engine.forward_backward(
             minibatch,
             make_loss(adapter, version, scale=scale, kept_caches=kept_caches, served_routes=served_routes),
@@ -251,8 +252,11 @@ def learn(
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
         totals.update(sums | {"loss": sums["loss"] / scale})
+        if not bool(trained.any()):  # momentum alone would move the adapter
+            engine.discard_gradients(adapter.name)
+            continue
         longest = adapter.config.sampling.max_new_tokens
-        divisor = scale * denominator(minibatch.loss_mask, minibatch.n_sequences, reduction, longest)
+        divisor = scale * denominator(trained, minibatch.cu_seqlens, reduction, longest)
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
         stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
@@ -274,7 +278,7 @@ def learn(
         sums=dict(totals),
         grad_norm=stats["grad_norm"],
         lr=stats["lr"],
-        skipped=sum(skipped) / len(skipped),
+        skipped=sum(skipped) / max(len(skipped), 1),
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,
@@ -322,7 +326,7 @@ def check_finite(state: TrainingState, report: LearnReport) -> None:
 def _assert_aligned(sums: dict[str, float], limit: float) -> None:
     """What is not finite is no shift: `learn` skips such a minibatch."""
     for name, total, count in (
-        ("proximal", sums["moved"], sums["tokens"]),
+        ("proximal", sums["moved"], sums["fresh_tokens"] + sums["stale_tokens"]),
         ("rollout (same version)", sums["fresh_gap"], sums["fresh_tokens"]),
     ):
         if count and limit < total / count < math.inf:
