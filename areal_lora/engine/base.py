@@ -36,6 +36,9 @@ at entry i is that of the distribution token i was drawn from. With tensor paral
 every tensor-parallel rank calls it on equal inputs and must return equal sums.
 """
 
+EPS = 1e-8
+"""Added to the root of Adam's second moment, where no client of the service gives its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamValues:
@@ -52,7 +55,7 @@ class AdamValues:
         return cls(
             beta1=config.betas[0],
             beta2=config.betas[1],
-            eps=config.eps,
+            eps=EPS,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )

@@ -2,11 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.processes.log import get_logger
 
 log = get_logger(__name__)
@@ -72,14 +71,12 @@ class Spans:
         return finished
 
 
-def profiled(
-    config: ProfileConfig | None, folder: Path, adapter: str, step: int, rank: int
-) -> AbstractContextManager[None]:
-    """Context of training step ``step`` (from 1) of ``adapter``; a trace of it in ``folder`` if ``config`` names both.
+def profiled(steps: Container[int], folder: Path, adapter: str, step: int, rank: int) -> AbstractContextManager[None]:
+    """Context of training step ``step`` (from 1) of ``adapter``; of ``steps`` rank 0 writes a trace to ``folder``.
 
     The spans of the step and the passes of each micro-batch are its ranges (`platforms.device.profiler_range`).
     """
-    if config is None or step not in config.steps or rank != 0:
+    if step not in steps or rank != 0:
         return nullcontext()
     return _recorded(folder / f"{adapter}-step-{step}-rank-{rank}.json.gz")
 

@@ -203,12 +203,8 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
 def profiled_steps(config: Config, facts: Facts) -> Iterator[Finding]:
     """An adapter of a client has no number of steps; those that join bring theirs."""
     last = max((adapter.steps or config.run.steps for adapter in config.adapters), default=0)
-    profile = config.run.profile
-    if profile is None:
-        return
-    if config.service is None and max(profile.steps) > last:
-        reason = f"{max(profile.steps)} is after the last step, {last}"
-        yield Finding("run.profile.steps", reason, f"give steps from 1 to {last}")
+    if config.service is None and (latest := max(config.run.profile, default=0)) > last:
+        yield Finding("run.profile", f"{latest} is after the last step, {last}", f"give steps from 1 to {last}")
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -164,7 +164,6 @@ class OptimizerConfig(Section):
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="Adam's decay of its moments."
     )
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
     max_grad_norm: PositiveFloat | None = 1.0
     """Norm above which the adapter's gradient is scaled down; null: never."""

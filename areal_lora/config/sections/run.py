@@ -13,13 +13,6 @@ from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
 
-
-class ProfileConfig(Section):
-    """Traces of training steps of trainer rank 0 by torch's profiler, in `profile/` of the run folder."""
-
-    steps: list[PositiveInt] = Field(min_length=1, description="Steps of each adapter, from 1 as on the console.")
-
-
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "tensorboard"]
 
 
@@ -41,7 +34,8 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     keep_rollouts_mib: NonNegInt = 1024
     """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
-    profile: ProfileConfig | None = Field(None, description="Which steps to trace; none if unset.")
+    profile: list[PositiveInt] = Field([])
+    """Steps of each adapter, from 1, of which trainer rank 0 writes traces of torch's profiler to `profile/`."""
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
     page: bool = Field(False, description="Serve the page of the run (`areal-lora page`) while it works.")

@@ -166,9 +166,7 @@ class EvalSetConfig(Section):
     """Answers per problem; with several there are pass@k and majority@k, and `temperature` is not 0."""
     temperature: NonNegFloat = Field(0.0, description="Divides the logits; 0: greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: NonNegInt = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample from a part of the tokens, as keys of `sampling`."""
+    """Sample from the likeliest tokens with this share of the probability."""
     max_new_tokens: PositiveInt | None = Field(None, description="Longest answer; `sampling.max_new_tokens` if unset.")
     n: PositiveInt | None = Field(None, description="Use only so many problems, the first ones.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False)

@@ -17,6 +17,7 @@ from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer, prompts_of
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.processes.log import get_logger
+from areal_lora.rollout.workflow import greedy
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
@@ -110,8 +111,8 @@ def ranks_of(sets: Sequence[EvalSet]) -> dict[str, int]:
 def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
     """The sampling of a set: stop texts and time limit as in training."""
     longest = chosen.max_new_tokens or trained.max_new_tokens
-    own = {key: getattr(chosen, key) for key in ("n_samples", "temperature", "top_p", "top_k", "min_p")}
-    return trained.model_copy(update=own | {"max_new_tokens": longest, "min_tokens": 0})
+    own = {"n_samples": chosen.n_samples, "temperature": chosen.temperature, "top_p": chosen.top_p}
+    return greedy(trained).model_copy(update=own | {"max_new_tokens": longest, "min_tokens": 0})
 
 
 def measure_of(adapter: AdapterConfig, chosen: EvalSet) -> str:

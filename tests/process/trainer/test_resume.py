@@ -15,7 +15,6 @@ import pytest
 from areal_lora.checkpoint.checkpoint_store import version_folder, versions_in
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Manifest, files_of, read_files
-from areal_lora.config.sections.run import ProfileConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Correction
 from tests.support.distributed.oracle import make_model
@@ -25,7 +24,7 @@ from tests.support.trainer.resume_ranks import PROMPTS, STEPS, Session, crash, l
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
-PROFILE = ProfileConfig(steps=[2])
+PROFILE = (2,)
 # Counted per session: the first save of a session that resumes is that of its first step.
 FIRST = "trainer.checkpoint.files_written:1:kill"
 """Of the very first checkpoint."""

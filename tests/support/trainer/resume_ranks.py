@@ -22,7 +22,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config, OptimizerConfig
 from areal_lora.config.recorded import adapter_run
 from areal_lora.config.sections.adapter import AlgorithmConfig
-from areal_lora.config.sections.run import CheckpointConfig, ProfileConfig
+from areal_lora.config.sections.run import CheckpointConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import locate
@@ -70,7 +70,7 @@ class Session:
     sizes: tuple[tuple[str, int], ...] = (("world_size", 2), ("ep", 2))
     rank: int = 4
     steps: int = STEPS
-    profile: ProfileConfig | None = None
+    profile: tuple[int, ...] = ()
 
 
 def config_of(session: Session) -> Config:

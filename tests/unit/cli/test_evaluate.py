@@ -70,7 +70,7 @@ def test_all_sets_or_one_of_them(run_folder: Path, capsys: pytest.CaptureFixture
 
 def test_sets_that_the_run_did_not_have(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the sampling of a model card: answers have no kept ids, so that top_p needs no top_k."""
-    new = "adapters.math.evals=[{name: new, n: 3, n_samples: 2, temperature: 0.6, top_p: 0.95, min_p: 0.1}]"
+    new = "adapters.math.evals=[{name: new, n: 3, n_samples: 2, temperature: 0.6, top_p: 0.95}]"
     assert main(["eval", str(run_folder), new, "--json"]) == ExitCode.DONE
     (record,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (record["name"], record["n"], record["n_samples"], record["temperature"]) == ("new", 3, 2, 0.6)

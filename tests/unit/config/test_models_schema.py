@@ -18,7 +18,7 @@ SHIPPED = ROOT / "examples" / "schema.json"
 FILES = sorted((ROOT / "examples").glob("*/*.yaml"))
 SCHEMA = json.loads(json_schema())
 
-MAX_KEYS = 247
+MAX_KEYS = 250
 
 
 def problems(data: Any) -> list[str]:

@@ -43,9 +43,9 @@ def test_just_inside() -> None:
 @pytest.mark.parametrize(
     ("overrides", "refused"),
     [
-        (["run.profile={steps: [1, 40]}"], {}),
-        (["run.profile={steps: [41, 3]}"], {"run.profile.steps": "41 is after the last step, 40"}),
-        (["run.profile={steps: [41]}", "adapters.0.steps=41"], {}),
+        (["run.profile=[1, 40]"], {}),
+        (["run.profile=[41, 3]"], {"run.profile": "41 is after the last step, 40"}),
+        (["run.profile=[41]", "adapters.0.steps=41"], {}),
     ],
 )
 def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) -> None:
@@ -54,8 +54,8 @@ def test_what_is_profiled_exists(overrides: list[str], refused: dict[str, str]) 
     assert {f.path: f.reason for f in findings if f.path.startswith("run.profile")} == refused
 
 
-@pytest.mark.parametrize("overrides", ["{steps: []}", "{steps: [0]}", "{}"])
-def test_a_profile_without_steps_or_of_step_0_is_refused(overrides: str) -> None:
+@pytest.mark.parametrize("overrides", ["[0]", "{}", "5"])
+def test_a_profile_of_step_0_or_of_no_list_is_refused(overrides: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.profile"):
         load_config(FILES, [f"run.profile={overrides}"])
 
