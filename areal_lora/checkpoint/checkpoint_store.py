@@ -219,29 +219,30 @@ class CheckpointStore:
         whole = (version for version in reversed(present) if looks_whole(version_folder(root, version)))
         sound = list(islice(whole, config.keep_last))
         manifest = snapshot.manifest
-        every = config.keep_every
-        kept = {*manifest.awaited, *(version for version in present if every and version and version % every == 0)}
-        old = plan_deletions(present, sound, manifest.evaluations, kept)
+        old = plan_deletions(present, sound, manifest.evaluations, manifest.awaited)
         for version in old:
             self._disk.remove(version_folder(root, version))
         return old
 
 
 def plan_deletions(
-    present: Collection[int], sound: Collection[int], evaluations: Mapping[int, saved.Evaluation], kept: Collection[int]
+    present: Collection[int],
+    sound: Collection[int],
+    evaluations: Mapping[int, saved.Evaluation],
+    awaited: Collection[int],
 ) -> list[int]:
     """Select the versions of ``present`` to delete. ``sound`` are the newest that look complete, at most ``keep_last``.
 
-    Kept in addition: the best of ``evaluations`` (see `best_version`), and the versions ``kept``, whose evaluation is
-    pending, or which `keep_every` keeps. While fewer than two are sound, nothing is deleted.
+    Kept in addition: the best of ``evaluations`` (see `best_version`), and the
+    versions ``awaited``, because their evaluation is pending. While fewer than two are sound, nothing is deleted.
     No version from the second newest sound one on is deleted.
     """
     if len(sound) < 2:
         return []
     known = {version: evaluations[version] for version in present if version in evaluations}
-    left = {saved.best_version(known), *kept, *sound}
+    kept = {saved.best_version(known), *awaited, *sound}
     second_newest = sorted(sound)[-2]
-    return [version for version in sorted(present) if version < second_newest and version not in left]
+    return [version for version in sorted(present) if version < second_newest and version not in kept]
 
 
 def looks_whole(folder: Path) -> bool:

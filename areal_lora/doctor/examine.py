@@ -91,8 +91,7 @@ def needed_bytes(config: Config) -> int:
         shape = make_plan(config, gather_facts(config, runs_here=False)).shape
     except ConfigError:  # its model is not here
         return LOGS_BYTES
-    every = config.checkpoint.keep_every
-    keep = config.checkpoint.keep_last + 2 + (config.run.steps // every if every else 0)  # the best, one in progress
+    keep = config.checkpoint.keep_last + 2  # the best and one in progress
     files = sum(4 * adapter_size(shape, adapter.spec("")).file_parameters for adapter in config.adapters)
     return LOGS_BYTES + files * (STATES_OF_A_CHECKPOINT * keep + 1)
 

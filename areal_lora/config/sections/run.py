@@ -63,7 +63,6 @@ class CheckpointConfig(Section):
     keep_last: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept, at least 2, beside the one with the best evaluation: by accuracy, then by mean
     reward."""
-    keep_every: PositiveInt | None = Field(None, description="Also keep each version that this divides.")
 
 
 class EvalConfig(Section):
