@@ -241,6 +241,11 @@ class Trajectory:
     cause: Cause = Cause.OTHER  # of an outcome that is not ok
 
     @property
+    def truncated(self) -> bool:
+        """Whether a limit of tokens, turns or time ended it."""
+        return self.finish_reason in ("length", "max_turns", "timeout")
+
+    @property
     def token_ids(self) -> list[int]:
         return memoryview(self.columns.token_ids).cast("i").tolist()
 
@@ -278,12 +283,13 @@ class TrainBatch:
 
     There is no padding outside the engines (contract C10). Sequence i is of adapter ``adapters[i]``, prompt group
     ``group_ids[i]``, sample ``sample_ids[i]``; those of one sample share its reward and thus its advantage. Its first
-    ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``baselines[i]``:
-    see `TrajectoryGroup`, NaN where there is none; ``components[i]``: the reward's C named parts. ``values[t]`` is a
-    critic's value of the state before token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's
-    weight in the loss. [H]: of sequences ``held``. ``routes[t]``: experts that the server chose, of L layers with
-    experts; -1: own choice; ``old_routes[t]``: what the proximal pass chose. ``kept[t]``: ids over which
-    log-probabilities of token t are normalised; -1 alone: all. ``log_mass``: see `TokenColumns`.
+    ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``truncated[i]``:
+    whether any trajectory of its sample is. ``baselines[i]``: see `TrajectoryGroup`, NaN where there is none;
+    ``components[i]``: the reward's C named parts. ``values[t]`` is a critic's value of the state before token t,
+    ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice; ``old_routes[t]``: what the
+    proximal pass chose. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
+    ``log_mass``: see `TokenColumns`.
     """
 
     token_ids: torch.Tensor  # [H] int32
@@ -298,6 +304,7 @@ class TrainBatch:
     given: torch.Tensor  # [N] bool
     adapters: tuple[str, ...]  # [N]
     held: torch.Tensor | None = None  # [N] bool; None: all
+    truncated: torch.Tensor | None = None  # [N] bool; None: no sequence
     baselines: torch.Tensor | None = None  # [N] fp32
     components: torch.Tensor | None = None  # [N, C] fp32
     component_names: tuple[str, ...] = ()  # [C]

@@ -31,13 +31,13 @@ def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -
     return mask / spread(counts.clamp_min(1.0), cu_seqlens, len(mask))
 
 
-def denominator(loss_mask: Tensor, n_sequences: int, reduction: Reduction, max_new_tokens: int) -> float:
-    """Divisor of the summed loss of a whole minibatch (over all data-parallel ranks)."""
-    if reduction == "token":
-        return max(float(loss_mask.sum()), 1.0)
-    if reduction == "sequence":
-        return float(max(n_sequences, 1))
-    return float(max(n_sequences, 1) * max_new_tokens)
+def denominator(trained: Tensor, cu_seqlens: Tensor, reduction: Reduction, max_new_tokens: int) -> float:
+    """Divisor of the summed loss of a whole minibatch (over all data-parallel ranks); sequences without tokens on the
+    mask ``trained`` [T] do not count.
+    """
+    counts = token_counts(trained, cu_seqlens)
+    n = max(int((counts if reduction == "token" else counts > 0).sum()), 1)
+    return float(n * max_new_tokens if reduction == "constant" else n)
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def policy_loss(
     prox_logprobs: Tensor | None,  # [t] policy at the start of the step, without dropout; None: ``logprobs``
     rollout_logprobs: Tensor,  # [t] behaviour policy
     advantages: Tensor,  # [t]
-    weights: Tensor,  # [t] 0 off the loss mask
+    weights: Tensor,  # [t] 0 off the mask of trained tokens
     cu_seqlens: Tensor,  # [n + 1] of whole sequences
     given: Tensor,  # [n] bool, given answers
     ref_logprobs: Tensor | None = None,  # [t]
@@ -313,7 +313,7 @@ def policy_loss(
     imitated = spread(given, cu_seqlens, len(weights))
     zeros = torch.zeros_like(weights)
     # Masked tokens may hold anything, infinities included: they are replaced before exp, not after.
-    current = torch.where(on, logprobs, zeros)
+    advantages, current = torch.where(on, advantages, zeros), torch.where(on, logprobs, zeros)
     rollout = torch.where(on, rollout_logprobs, zeros)
     prox = current.detach() if prox_logprobs is None else torch.where(on, prox_logprobs, zeros)
     old = rollout if terms.ratio == "rollout" else current.detach() if unmoved else prox

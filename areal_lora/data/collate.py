@@ -27,7 +27,11 @@ from areal_lora.data.packed_groups import PackedGroups, check_rewards, part_of, 
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import ArrayLike, TrainBatch
 
-PER_SEQUENCE = ("shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "baselines", "components")
+# fmt: off
+PER_SEQUENCE = (
+    "shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "truncated", "baselines", "components",
+)
+# fmt: on
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
 CHECKED = 1 << 16
@@ -52,6 +56,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
     samples: dict[tuple[int, int], int] = {}
     for row in rows:
         samples.setdefault((row.group, row.sample), len(samples))
+    truncated = {(row.group, row.sample) for row in rows if row.truncated}
     lengths = np.array([row.n_tokens for row in rows])
     cu_seqlens = np.cumsum([0, *lengths])
     versions = packed.runs[:, 0].repeat(packed.runs[:, 1])
@@ -78,6 +83,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         given=host_tensor([row.given for row in rows], torch.bool),
         adapters=tuple(row.adapter for row in rows),
         held=None if held is None else torch.from_numpy(held),
+        truncated=host_tensor([(row.group, row.sample) in truncated for row in rows], torch.bool),
         # Of a teacher, which every rank has of all tokens (`next_work.batch_of`).
         ref_logprobs=torch.from_numpy(packed.columns[2].view(np.float32)) if packed.has_teacher else None,
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),

@@ -29,6 +29,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
     adapter: str
     baseline: float | None
     components: dict[str, float] = {}
+    truncated: bool = False
 
 
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
@@ -69,6 +70,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 adapter=t.adapter.name,
                 baseline=group.baseline,
                 components=t.components,
+                truncated=t.truncated,
             )
             for (g, group, t), shared in zip(each, shared_starts(texts), strict=True)
         ]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from areal_lora.algorithms.losses import Reduction, denominator, spread, token_weights, value_loss
+from areal_lora.algorithms.losses import denominator, spread, token_weights, value_loss
 from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, read_tensors
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
@@ -118,8 +118,9 @@ def load(engine: AdapterEngine, adapter: Adapter, manifest: Manifest, folder: Pa
         engine.load_state(name, read_tensors(folder, manifest, role), kept.step)
 
 
-def make_value_loss(reduction: Reduction) -> LossFn:
-    """Build the critic's objective for the engine. Given answers have no share in it."""
+def make_value_loss(adapter: Adapter) -> LossFn:
+    """Build the objective of the adapter's critic for the engine. Given answers have no share in it."""
+    reduction = adapter.config.algorithm.reduction
 
     def loss(micro: MicroBatch, values: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.values is not None, "annotate() comes before learning"
@@ -129,7 +130,7 @@ def make_value_loss(reduction: Reduction) -> LossFn:
             values=values,
             before=micro.values,
             returns=micro.returns,
-            weights=token_weights(sampled_mask(micro), micro.cu_seqlens, reduction),
+            weights=token_weights(trained_mask(micro, adapter) & sampled_mask(micro), micro.cu_seqlens, reduction),
         )
         return LossSums(loss=sums.loss, stats=sums.stats)
 
@@ -142,17 +143,23 @@ def improve(engine: AdapterEngine, adapter: Adapter, minibatch: TrainBatch, lr: 
     ``lr`` is the policy's. Without a sampled token nothing happens: momentum alone would move the critic.
     """
     critic, config = critic_of(adapter), adapter.config
-    sampled = sampled_mask(minibatch)
+    sampled = trained_mask(minibatch, adapter) & sampled_mask(minibatch)
     if critic is None or not bool(sampled.any()):
         return {}
-    reduction = config.algorithm.reduction
     own = replace(minibatch, adapters=(critic.name,) * minibatch.n_sequences)
-    sums = engine.forward_backward(own, make_value_loss(reduction))
-    n_sequences = int((~minibatch.given).sum())
-    divisor = denominator(sampled, n_sequences, reduction, config.sampling.max_new_tokens)
+    sums = engine.forward_backward(own, make_value_loss(adapter))
+    reduction, longest = config.algorithm.reduction, config.sampling.max_new_tokens
+    divisor = denominator(sampled, minibatch.cu_seqlens, reduction, longest)
     stats = engine.optim_step(critic.name, divisor, lr * critic.rate).values
     named = {name: value for name, value in sums.items() if name != "loss"}
     return named | {"value_steps": 1.0, "value_grad_norms": stats["grad_norm"], "value_skipped": stats["skipped"]}
+
+
+def trained_mask(batch: TrainBatch, adapter: Adapter) -> Tensor:
+    """[T] bool: the tokens with a weight in the loss; `mask_truncated` gives truncated samples none."""
+    if batch.truncated is None or not adapter.config.algorithm.mask_truncated:
+        return batch.loss_mask
+    return batch.loss_mask & ~spread(batch.truncated, batch.cu_seqlens, batch.n_tokens)
 
 
 def sampled_mask(batch: TrainBatch) -> Tensor:

@@ -18,7 +18,7 @@ from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
-from areal_lora.trainer.companions import critic_of, improve, reference_of, renew
+from areal_lora.trainer.companions import critic_of, improve, reference_of, renew, trained_mask
 from areal_lora.types import Correction, TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
@@ -146,7 +146,7 @@ def make_loss(adapter: Adapter, version: int, *, kept_caches: bool = False, serv
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None, "annotate() comes before learning"
-        weights = token_weights(micro.loss_mask, micro.cu_seqlens, reduction)
+        weights = token_weights(trained_mask(micro, adapter), micro.cu_seqlens, reduction)
         sums = policy_loss(
             algorithm.terms,
             logprobs=logprobs,
@@ -211,8 +211,8 @@ def learn(
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
-    A critic takes its own on the same minibatches; a reference may be renewed. ``served_as`` is the weights' part in a
-    mismatch.
+    A critic takes its own on the same minibatches; a reference may be renewed. A minibatch without trained tokens takes
+    none. ``served_as`` is the weights' part in a mismatch.
 
     Raises:
         AlignmentError: the batch's log-probabilities are shifted by one token, or, before any weight has moved, they
@@ -224,7 +224,7 @@ def learn(
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
     totals: Counter[str] = Counter()
-    skipped: list[float] = []
+    stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     variants = unmoved(engine, adapter, batch, served_as) if measures_causes(version) else Variants()
     scores, before = None, batch.prox_logprobs
@@ -248,12 +248,11 @@ def learn(
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
         totals.update(sums)
-        divisor = denominator(
-            minibatch.loss_mask,
-            minibatch.n_sequences,
-            adapter.config.algorithm.reduction,
-            adapter.config.sampling.max_new_tokens,
-        )
+        trained, reduction = trained_mask(minibatch, adapter), adapter.config.algorithm.reduction
+        if not bool(trained.any()):  # momentum alone would move the adapter
+            engine.discard_gradients(adapter.name)
+            continue
+        divisor = denominator(trained, minibatch.cu_seqlens, reduction, adapter.config.sampling.max_new_tokens)
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
         stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
@@ -275,7 +274,7 @@ def learn(
         sums=dict(totals),
         grad_norm=stats["grad_norm"],
         lr=stats["lr"],
-        skipped=sum(skipped) / len(skipped),
+        skipped=sum(skipped) / max(len(skipped), 1),
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,
@@ -323,7 +322,7 @@ def check_finite(state: TrainingState, report: LearnReport) -> None:
 def _assert_aligned(sums: dict[str, float], limit: float) -> None:
     """What is not finite is no shift: `learn` skips such a minibatch."""
     for name, total, count in (
-        ("proximal", sums["moved"], sums["tokens"]),
+        ("proximal", sums["moved"], sums["fresh_tokens"] + sums["stale_tokens"]),
         ("rollout (same version)", sums["fresh_gap"], sums["fresh_tokens"]),
     ):
         if count and limit < total / count < math.inf:

@@ -15,6 +15,9 @@ UNGROUPED: frozenset[AdvantageName] = frozenset({"reinforce_pp", "batch", "remax
 def algorithm(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     chosen, changed = adapter.algorithm, adapter.algorithm.changed()
     yield from (Finding(f"algorithm.{key}", reason, fix) for key, reason, fix in _problems(adapter))
+    if chosen.mask_truncated and adapter.sft.steps >= config.run.steps:
+        reason = f"sft.steps covers all {config.run.steps} steps, and no given answer is truncated"
+        yield Finding("algorithm.mask_truncated", reason, "leave it at false")
     for key, reason in _without_effect(chosen):
         if key in changed:
             default = getattr(AlgorithmConfig(kind=chosen.kind), key)

@@ -100,6 +100,8 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = "token"
     """Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."""
+    mask_truncated: bool = False
+    """Samples that a limit of tokens, turns or time ended leave the loss, but not the baselines."""
     overlong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Last part of `max_new_tokens` over which `overlong_penalty` grows; 0: no penalty."""
     overlong_penalty: NonNegFloat = Field(1.0, description="Largest amount taken off the reward of a long answer.")

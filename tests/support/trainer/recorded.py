@@ -56,6 +56,7 @@ class RecordedEngine:
         self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
         self.value, self.resident = torch.full_like(logprobs, 0.25).detach(), list[tuple[str, str]]()
         self.updates: list[TrainBatch] = []
+        self.discarded: list[str] = []
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
         self.dropped: torch.Tensor | None = None  # what a training pass says in place of ``answer``: dropout
         self.base: torch.Tensor | None = None  # what the adapter's absence says
@@ -120,6 +121,9 @@ class RecordedEngine:
         sums.loss.backward()
         self.gradient = logprobs.grad
         return {"loss": float(sums.loss.detach()), **{k: float(v) for k, v in sums.stats.items()}}
+
+    def discard_gradients(self, adapter: str) -> None:
+        self.discarded.append(adapter)
 
     def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
         self.denominators.append(denominator)

@@ -198,7 +198,7 @@ def test_order_micro_batches_and_ranks_change_neither_loss_nor_gradient(seed, na
     """Sums of parts over the denominator of the whole; micro-batches and data-parallel ranks are such parts."""
     rows = draw_rows(seed, given=0.2)
     terms, batch = VARIANTS[name], batch_of(rows)
-    divisor = denominator(batch.loss_mask, len(rows), reduction, max_new_tokens=12)
+    divisor = denominator(batch.loss_mask, batch.cu_seqlens, reduction, max_new_tokens=12)
 
     def step(parts: list[list[Row]]) -> tuple[float, dict[int, list[float]]]:
         total, gradients = 0.0, {}

@@ -19,7 +19,7 @@ from areal_lora.data.collate import (
     split_minibatches,
     split_rows,
 )
-from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.data.packed_groups import PackedGroups, TrajectoryRow
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import AdapterRef, RouteShape, TokenColumns, Trajectory, TrajectoryGroup
 
@@ -165,6 +165,26 @@ def test_trajectories_of_one_sample_have_one_id_and_one_reward() -> None:
     differs = TrajectoryGroup(uid="0:x", trajectories=(first, third, replace(second, reward=0.5)))
     with pytest.raises(AlignmentError, match=r"trajectory b: reward 0\.5, another one of its sample has 1\.0"):
         collate(PackedGroups.of([differs]))
+
+
+@pytest.mark.parametrize("how", ["length", "max_turns", "timeout"])
+def test_a_sample_is_truncated_if_a_limit_ended_any_of_its_conversations(how: str) -> None:
+    cut = replace(_trajectory("b", 2, 1, 5, 1.0, 1), finish_reason=how)
+    groups = [
+        TrajectoryGroup(
+            uid="0:x", trajectories=(_trajectory("a", 2, 3, 4, 1.0, 1), _trajectory("c", 1, 1, 5, 0.0, 0), cut)
+        ),
+        TrajectoryGroup(uid="0:y", trajectories=(_trajectory("d", 1, 1, 5, 0.0, 1),)),
+    ]
+    packed = PackedGroups.of(msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[TrajectoryGroup]))
+    rows = msgspec.msgpack.decode(msgspec.msgpack.encode(packed.rows), type=list[TrajectoryRow])
+    batch = collate(msgspec.structs.replace(packed, rows=rows))
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [True, False, True, False]
+    assert not contradiction(batch), "masks and versions stay as they are"
+    parts = [select(batch, [3, 0]), *split_minibatches(batch, 2)]
+    assert [part.truncated.tolist() for part in parts] == [[False, True], [True, False], [True, False]]
+    assert not collate(PACKED).truncated.any()
 
 
 def test_parts_of_a_reward_are_those_of_their_sequences() -> None:

@@ -127,6 +127,13 @@ def test_an_agent_has_no_greedy_answer(named: tuple[str, str]) -> None:
     assert "state how they are sampled" in findings["algorithm.advantage"]
 
 
+def test_given_answers_are_never_truncated() -> None:
+    keys = ("algorithm.mask_truncated=true", "sft.steps=3")
+    assert found(*keys) == {}
+    steps = load().run.steps
+    assert f"all {steps} steps" in found(keys[0], f"sft.steps={steps}")["algorithm.mask_truncated"]
+
+
 def test_a_length_penalty_needs_one_answer_per_sample() -> None:
     keys = ("algorithm.kind=dapo", "workflow.kind=custom", "workflow.path=x:y")
     assert "overlong_share" in next(iter(found(*keys)))

@@ -53,6 +53,7 @@ def trajectory(random: Random, group: int, sample: int, prompt: list[int]) -> Tr
             [-random.random() if cut else 0.0 for cut in truncated],
         ),
         reward=random.random(),
+        finish_reason="stop" if (group + sample) % 3 else "length",
     )
 
 
