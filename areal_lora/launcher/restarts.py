@@ -2,7 +2,8 @@
 
 A unit is what starts together: a server, the controller, all ranks of the trainer (one rank alone cannot rejoin its
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
-``HEALTHY_S`` restores the whole budget of its unit.
+``HEALTHY_S`` restores the whole budget of its unit; one of the trainer only with a new checkpoint, without which the
+next session repeats its steps.
 
 A service, or gateway for remote servers, that has worked is restarted while the run trains: no budget or code ends it.
 
@@ -185,6 +186,7 @@ class _Unit:
     over: bool = False
     launches: int = 0
     restarted_at: float = 0.0
+    newest: Mapping[str, int] = field(default_factory=dict)  # at the end of the last session
 
 
 class Restarts:
@@ -200,13 +202,18 @@ class Restarts:
         """All processes that start together with ``spec``."""
         return self._units[unit_of(spec)].specs
 
-    def take(self, ended: ProcessExit, now: float, worked_s: float | None) -> RestartVerdict:
+    def take(
+        self, ended: ProcessExit, now: float, worked_s: float | None, newest: Mapping[str, int] | None = None
+    ) -> RestartVerdict:
         """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
 
         Args:
             worked_s: Seconds from the first heartbeat of the ended session to its last; None before the first.
+            newest: Versions of the newest checkpoints by adapter; None where work counts without one.
         """
         unit, observes = self._units[unit_of(ended.spec)], ended.spec.role in OBSERVERS
+        advanced = newest is None or any(v > unit.newest.get(name, -1) for name, v in newest.items())
+        unit.newest = newest or {}
         worked_s = now - unit.restarted_at if observes else worked_s
         unit.has_worked |= worked_s is not None
         if ended.lost:
@@ -219,7 +226,7 @@ class Restarts:
         unit.launches = 0
         if ended.planned:
             return self._again(unit, ended, now, 0.0)
-        if (worked_s or 0.0) >= HEALTHY_S:
+        if (worked_s or 0.0) >= HEALTHY_S and advanced:
             unit.times = 0
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from rich.console import Console
 
+from areal_lora.checkpoint.checkpoint_store import newest_in
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import plan as roles, restarts
@@ -81,6 +82,7 @@ class Watch:
         self._halving = Halving(plan.run_folder, view)
         self._rolling = RollingRestart(config, plan.run_folder, view)
         self._page, self._in_job = "", config.cluster.kind == "slurm"
+        self._serves = config.service is not None
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
         """The failure that ends the run, or None: done, or stopped on request."""
@@ -164,7 +166,10 @@ class Watch:
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{roles.TRAINER}-0" if ended.spec.role == roles.TRAINER else ended.spec.name
         ended = restarts.left_in_turn(self._folder, restarts.with_error(ended))
-        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
+        # The trainer of a service may have nothing to train.
+        saves = ended.spec.role == roles.TRAINER and not self._serves
+        newest = newest_in(self._folder.checkpoints) if saves else None
+        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating), newest)
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.
