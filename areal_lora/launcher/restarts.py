@@ -16,7 +16,7 @@ unit that could not be started on its node is tried again until the node is know
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -25,7 +25,7 @@ from pathlib import Path
 from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.plan import OBSERVERS, PAGE, REMOTE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import read_statuses
+from areal_lora.run_folder.status import EVERY_S, read_statuses, revalidated_beats
 
 LOG_LINES, ERROR_CHARACTERS = 10_000, 1000
 _LEAKS = re.compile(r"nanobind: | - leaked | - \.\.\. skipped remainder|See https://nanobind\.")
@@ -312,8 +312,12 @@ class Pulse:
     _sessions: dict[str, _Session] = field(default_factory=dict)
     _looked: float | None = None
 
+    def due(self, now: float) -> bool:
+        """Whether the next look is due: processes beat once in ``EVERY_S``."""
+        return self._looked is None or now >= self._looked + EVERY_S
+
     def look(self, beats: Mapping[str, int], now: float) -> None:
-        """Take in what ``heartbeat.last_beats`` returned at ``now``."""
+        """Take in what ``status.last_beats`` returned at ``now``."""
         unseen = max(0.0, now - self._looked - LONGEST_LOOK_S) if self._looked is not None else 0.0
         self._looked = now
         for known in self._sessions.values():
@@ -337,3 +341,15 @@ class Pulse:
     def forget(self, name: str) -> None:
         """End the session of ``name``; its next beat starts the next one."""
         self._sessions.pop(name, None)
+
+
+def silences(pulse: Pulse, run_folder: RunFolder, running: Collection[ProcessSpec], now: float) -> dict[str, float]:
+    """Seconds of silence of those of ``running`` that are stuck.
+
+    Before one counts as such, its heartbeat file is read again by ``revalidated_beats``: mounts with
+    attribute caches of a minute would show every process as silent.
+    """
+    suspects = pulse.silent(now).keys() & {spec.name for spec in running}
+    if suspects:
+        pulse.look(revalidated_beats(run_folder, suspects), now)
+    return {name: s for name, s in pulse.silent(now).items() if name in suspects}

@@ -88,6 +88,8 @@ class Watch:
         """The failure that ends the run, or None: done, or stopped on request."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
+            if ended or self._pulse.due(now):
+                self._pulse.look(last_beats(self._folder), now)
             if any(e.spec.role == roles.TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
                 self._wait_for_trackers(asked_to_stop)
                 return None
@@ -97,7 +99,6 @@ class Watch:
             too_early = [e for at, e in self._early if now - at > EARLY_END_S]
             self._early = [(at, e) for at, e in self._early if e not in too_early]
             ended = [e for e in ended if e not in early]
-            self._pulse.look(last_beats(self._folder), now)
             failure = self._settle(ended + too_early, now) or self._end_stalled(now)
             if failure is not None:
                 return failure
@@ -147,7 +148,8 @@ class Watch:
 
     def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
-        silent, running = self._pulse.silent(now), self._processes.running()
+        running = self._processes.running()
+        silent = restarts.silences(self._pulse, self._folder, running, now)
         stuck = [(spec, f"sent no heartbeat for {silent[spec.name]:.0f} s") for spec in running if spec.name in silent]
         if not stuck:
             return None
