@@ -65,6 +65,12 @@ def versions_in(root: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _VERSION.fullmatch(name)))
 
 
+def newest_in(checkpoints: Path) -> dict[str, int]:
+    """Return the newest version of each adapter with one in ``checkpoints``, complete or not."""
+    roots = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    return {root.name: versions[-1] for root in roots if (versions := versions_in(root))}
+
+
 def leftovers_in(root: Path) -> list[Path]:
     """Return the unfinished files and folders of processes that died."""
     return sorted(root.glob(".*")) if root.is_dir() else []

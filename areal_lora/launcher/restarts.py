@@ -2,7 +2,8 @@
 
 A unit is what starts together: a server, the controller, all ranks of the trainer (one rank alone cannot rejoin its
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
-``HEALTHY_S`` restores the whole budget of its unit.
+``HEALTHY_S`` restores the whole budget of its unit; one of the trainer only with a new checkpoint, without which the
+next session repeats its steps.
 
 A service, or gateway for remote servers, that has worked is restarted while the run trains: no budget or code ends it.
 
@@ -15,7 +16,7 @@ unit that could not be started on its node is tried again until the node is know
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -24,7 +25,7 @@ from pathlib import Path
 from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.plan import OBSERVERS, PAGE, REMOTE, SERVER, SERVICE, TRACKER, TRAINER, ProcessSpec
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import read_statuses
+from areal_lora.run_folder.status import EVERY_S, read_statuses, revalidated_beats
 
 LOG_LINES, ERROR_CHARACTERS = 10_000, 1000
 _LEAKS = re.compile(r"nanobind: | - leaked | - \.\.\. skipped remainder|See https://nanobind\.")
@@ -185,6 +186,7 @@ class _Unit:
     over: bool = False
     launches: int = 0
     restarted_at: float = 0.0
+    newest: Mapping[str, int] = field(default_factory=dict)  # at the end of the last session
 
 
 class Restarts:
@@ -200,13 +202,18 @@ class Restarts:
         """All processes that start together with ``spec``."""
         return self._units[unit_of(spec)].specs
 
-    def take(self, ended: ProcessExit, now: float, worked_s: float | None) -> RestartVerdict:
+    def take(
+        self, ended: ProcessExit, now: float, worked_s: float | None, newest: Mapping[str, int] | None = None
+    ) -> RestartVerdict:
         """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
 
         Args:
             worked_s: Seconds from the first heartbeat of the ended session to its last; None before the first.
+            newest: Versions of the newest checkpoints by adapter; None where work counts without one.
         """
         unit, observes = self._units[unit_of(ended.spec)], ended.spec.role in OBSERVERS
+        advanced = newest is None or any(v > unit.newest.get(name, -1) for name, v in newest.items())
+        unit.newest = newest or {}
         worked_s = now - unit.restarted_at if observes else worked_s
         unit.has_worked |= worked_s is not None
         if ended.lost:
@@ -219,7 +226,7 @@ class Restarts:
         unit.launches = 0
         if ended.planned:
             return self._again(unit, ended, now, 0.0)
-        if (worked_s or 0.0) >= HEALTHY_S:
+        if (worked_s or 0.0) >= HEALTHY_S and advanced:
             unit.times = 0
         if ended.spec.role in (SERVICE, REMOTE) and unit.has_worked:
             unit.times += 1
@@ -305,8 +312,12 @@ class Pulse:
     _sessions: dict[str, _Session] = field(default_factory=dict)
     _looked: float | None = None
 
+    def due(self, now: float) -> bool:
+        """Whether the next look is due: processes beat once in ``EVERY_S``."""
+        return self._looked is None or now >= self._looked + EVERY_S
+
     def look(self, beats: Mapping[str, int], now: float) -> None:
-        """Take in what ``heartbeat.last_beats`` returned at ``now``."""
+        """Take in what ``status.last_beats`` returned at ``now``."""
         unseen = max(0.0, now - self._looked - LONGEST_LOOK_S) if self._looked is not None else 0.0
         self._looked = now
         for known in self._sessions.values():
@@ -330,3 +341,15 @@ class Pulse:
     def forget(self, name: str) -> None:
         """End the session of ``name``; its next beat starts the next one."""
         self._sessions.pop(name, None)
+
+
+def silences(pulse: Pulse, run_folder: RunFolder, running: Collection[ProcessSpec], now: float) -> dict[str, float]:
+    """Seconds of silence of those of ``running`` that are stuck.
+
+    Before one counts as such, its heartbeat file is read again by ``revalidated_beats``: mounts with
+    attribute caches of a minute would show every process as silent.
+    """
+    suspects = pulse.silent(now).keys() & {spec.name for spec in running}
+    if suspects:
+        pulse.look(revalidated_beats(run_folder, suspects), now)
+    return {name: s for name, s in pulse.silent(now).items() if name in suspects}

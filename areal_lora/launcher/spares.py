@@ -26,7 +26,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher.plan import SERVER, spare_server
-from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, left_in_turn
+from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, left_in_turn, silences
 from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_script
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
@@ -168,10 +168,12 @@ class _Session:
 
     def _tick(self, supervisor: Supervisor, now: float) -> int:
         """Take note of servers that ended, end stuck ones, restart; returns the code of one that is not restarted."""
-        names, code = {spec.name for spec in self._specs}, 0
-        self._pulse.look({name: beat for name, beat in last_beats(self._run).items() if name in names}, now)
-        ended, silent = supervisor.poll(), self._pulse.silent(now)
-        for spec in [spec for spec in supervisor.running() if spec.name in silent]:
+        names, code, ended = {spec.name for spec in self._specs}, 0, supervisor.poll()
+        if ended or self._pulse.due(now):
+            self._pulse.look({name: beat for name, beat in last_beats(self._run).items() if name in names}, now)
+        running = supervisor.running()
+        silent = silences(self._pulse, self._run, running, now)
+        for spec in [spec for spec in running if spec.name in silent]:
             ended += supervisor.end([spec], why=f"sent no heartbeat for {silent[spec.name]:.0f} s")
         for e in ended:
             code = self._decide(e, now) or code

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from rich.console import Console
 
+from areal_lora.checkpoint.checkpoint_store import newest_in
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import plan as roles, restarts
@@ -81,11 +82,14 @@ class Watch:
         self._halving = Halving(plan.run_folder, view)
         self._rolling = RollingRestart(config, plan.run_folder, view)
         self._page, self._in_job = "", config.cluster.kind == "slurm"
+        self._serves = config.service is not None
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:
         """The failure that ends the run, or None: done, or stopped on request."""
         while not asked_to_stop():
             ended, now = self._processes.poll(), time.monotonic()
+            if ended or self._pulse.due(now):
+                self._pulse.look(last_beats(self._folder), now)
             if any(e.spec.role == roles.TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
                 self._wait_for_trackers(asked_to_stop)
                 return None
@@ -95,7 +99,6 @@ class Watch:
             too_early = [e for at, e in self._early if now - at > EARLY_END_S]
             self._early = [(at, e) for at, e in self._early if e not in too_early]
             ended = [e for e in ended if e not in early]
-            self._pulse.look(last_beats(self._folder), now)
             failure = self._settle(ended + too_early, now) or self._end_stalled(now)
             if failure is not None:
                 return failure
@@ -145,7 +148,8 @@ class Watch:
 
     def _end_stalled(self, now: float) -> ProcessExit | None:
         """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
-        silent, running = self._pulse.silent(now), self._processes.running()
+        running = self._processes.running()
+        silent = restarts.silences(self._pulse, self._folder, running, now)
         stuck = [(spec, f"sent no heartbeat for {silent[spec.name]:.0f} s") for spec in running if spec.name in silent]
         if not stuck:
             return None
@@ -164,7 +168,10 @@ class Watch:
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{roles.TRAINER}-0" if ended.spec.role == roles.TRAINER else ended.spec.name
         ended = restarts.left_in_turn(self._folder, restarts.with_error(ended))
-        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
+        # The trainer of a service may have nothing to train.
+        saves = ended.spec.role == roles.TRAINER and not self._serves
+        newest = newest_in(self._folder.checkpoints) if saves else None
+        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating), newest)
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.

@@ -9,13 +9,14 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from areal_lora.errors import ArealLoraError, exit_code_of
@@ -190,7 +191,8 @@ class Heart:
 def last_beats(run_folder: RunFolder) -> dict[str, int]:
     """``{"trainer-0": time of the last beat in ns}`` by the file system's clock; processes that never beat are absent.
 
-    To be compared with an earlier answer only. What cannot be read now is absent too.
+    To be compared with an earlier answer only. What cannot be read now is absent too. A network file system may answer
+    from a cache of attributes.
     """
     beats = {}
     try:
@@ -199,6 +201,15 @@ def last_beats(run_folder: RunFolder) -> dict[str, int]:
                 beats[path.name] = path.stat().st_mtime_ns
     except OSError as error:
         log.warning("heartbeats cannot be read: %s", error)
+    return beats
+
+
+def revalidated_beats(run_folder: RunFolder, names: Iterable[str]) -> dict[str, int]:
+    """``last_beats`` of ``names``, from files that are opened for it: on NFS that is a request to the server."""
+    beats = {}
+    for name in names:
+        with contextlib.suppress(OSError), run_folder.heartbeat(name).open("rb") as file:
+            beats[name] = os.fstat(file.fileno()).st_mtime_ns
     return beats
 
 

@@ -152,9 +152,11 @@ class PingReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The server and the background thread of each of its workers have answered.
 
     ``leaving``: the server is about to end. It takes part in publishes until it is dismissed, and takes no requests.
+    ``busy``: a publish or a join is in progress.
     """
 
     leaving: bool = False
+    busy: bool = False
 
 
 class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

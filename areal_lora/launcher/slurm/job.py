@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 import msgspec
 from rich.console import Console
 
-from areal_lora.checkpoint.checkpoint_store import versions_in
+from areal_lora.checkpoint.checkpoint_store import newest_in
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import ends_of, read_config, with_joined
+from areal_lora.config.recorded import ends_of, read_config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, run, submitted_job
@@ -144,7 +144,7 @@ class SlurmJob:
     def _begin(self) -> Lifetime:
         """Start the session; count and record the requeue that led to it."""
         last = read_lifetime(self._folder)
-        lifetime = next_lifetime(last, self._job.job, self._job.restarts, self._newest())
+        lifetime = next_lifetime(last, self._job.job, self._job.restarts, newest_in(self._folder.checkpoints))
         write_lifetime(self._folder, lifetime)
         os.environ[NODES_VARIABLE] = " ".join(self._job.hosts)
         begin_session(self._folder)
@@ -174,7 +174,7 @@ class SlurmJob:
 
     def _requeue(self, lifetime: Lifetime, result: JobOutcome) -> JobOutcome:
         """Requeue the job, or state why it ends instead."""
-        without = lifetime.next_without(self._newest())
+        without = lifetime.next_without(newest_in(self._folder.checkpoints))
         if why := too_many(without, self._config.run.max_restarts):
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
         state = look(self._job.job, TRIES).state
@@ -191,11 +191,6 @@ class SlurmJob:
         except EnvironmentError_ as error:
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
         return JobOutcome(code=result.code)
-
-    def _newest(self) -> dict[str, int]:
-        adapters = with_joined(self._config, self._folder).adapters
-        found = {a.name: versions_in(self._folder.adapter_checkpoints(a.name)) for a in adapters}
-        return {name: max(versions) for name, versions in found.items() if versions}
 
     def _say(self, text: str) -> None:
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"

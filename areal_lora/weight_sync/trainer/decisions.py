@@ -137,11 +137,13 @@ class Progress:
     """State of one publish; times are time.monotonic.
 
     ``short_since``: fewer than ``min_servers`` members remain. ``full_since``: a member has no free adapter slot.
+    ``broken``: the servers that were so after the last attempt.
     """
 
     attempts: int = 1
     short_since: float | None = None
     full_since: float | None = None
+    broken: frozenset[ServerEndpoint] = frozenset()
 
     def short_for(self, started: float, now: float, *, loading: bool) -> float:
         """Seconds for which too few servers remain, in a look that ``started``; 0 while a server is ``loading``."""
@@ -156,7 +158,8 @@ class Progress:
         elif self.full_since is None:
             self.full_since = now
         late = self.full_since is not None and now >= self.full_since + timeout_s
-        return judge(findings, retried=self.attempts > 1, late=late)
+        before, self.broken = self.broken, frozenset(f.server for f in findings if f.broken)
+        return judge(findings, retried=self.attempts > 1, before=before, late=late)
 
     def move(
         self, findings: Sequence[ServerFinding], judgement: Judgement, *, enough: bool, left_s: float, ping_s: float
@@ -206,7 +209,8 @@ def member_findings(
     findings = []
     for server in members:
         reply, error = replies.get(server), errors.get(server)
-        if error is None and reply is None:
+        unsent = error is None and reply is None
+        if unsent:
             error = PublishError(f"{ref} was not sent: {what_failed((), results)}")
         elif reply is not None and (reply.ref, reply.digest) != (str(ref), digest):
             text = (
@@ -214,7 +218,7 @@ def member_findings(
                 "it serves other numbers than were sent"
             )
             error = ManifestError(RefusalReason.HASH, text)
-        findings.append(ServerFinding(server=server, error=error))
+        findings.append(ServerFinding(server=server, error=error, unsent=unsent))
     return findings
 
 

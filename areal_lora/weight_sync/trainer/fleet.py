@@ -139,18 +139,18 @@ class Fleet:
             pool.submit(dismiss, server)
         pool.shutdown(wait=False)
 
-    def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
-        """Ping all ``servers``, ``PINGS`` at once; return those that do not answer in ``timeout_s``, with their errors.
+    def ping_all(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> Answers[PingReply]:
+        """Ping all ``servers``, ``PINGS`` at once; return the answers, and errors of those without in ``timeout_s``.
 
         One without an answer after half of the time is repeated beside the first, on a connection of its own: a link
         that loses a packet in a hundred does not make a server silent.
         """
-        silent: dict[ServerEndpoint, ArealLoraError] = {}
+        got: Answers[PingReply] = {}
         for start in range(0, len(servers), PINGS):
-            silent |= self._silent(servers[start : start + PINGS], timeout_s)
-        return silent
+            got |= self._ping_all(servers[start : start + PINGS], timeout_s)
+        return got
 
-    def _silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
+    def _ping_all(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> Answers[PingReply]:
         pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="ping")
         until = time.monotonic() + timeout_s
         first = {server: pool.submit(self.ping_again, server, timeout_s) for server in servers}
@@ -162,8 +162,7 @@ class Fleet:
             wait(open_, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             unanswered = [s for s in second if not _answered(first[s], second[s])]
             open_ = [ping for s in unanswered for ping in (first[s], second[s]) if not ping.done()]
-        silent = {s: ping for s, ping in first.items() if s not in second or not _answered(ping, second[s])}
-        return errors(answers(silent, until))
+        return answers(first | {s: ping for s, ping in second.items() if not _answered(first[s])}, until)
 
     def drop(self, members: Sequence[ServerEndpoint], name: str, timeout_s: float) -> None:
         """Have ``members`` drop adapter ``name`` after their requests in progress. Does not wait for their answers.

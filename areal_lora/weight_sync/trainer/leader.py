@@ -25,7 +25,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.link.relays import MOST, RelayGroup, relay_tree
 from areal_lora.weight_sync.manifest import adapter_digest
-from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint, listed
+from areal_lora.weight_sync.messages import JoinReply, PingReply, PublishReply, ServerEndpoint, SourceEndpoint, listed
 from areal_lora.weight_sync.probe import ProbeResult
 from areal_lora.weight_sync.trainer import decisions
 from areal_lora.weight_sync.trainer.decisions import Move, PublishReport, Sent, Step
@@ -287,9 +287,13 @@ class Leader:
         findings = decisions.member_findings(
             self.roster.members, replies, failed, ref=job.ref, digest=digest, results=results
         )
-        silent = self._fleet.silent([f.server for f in findings if f.error is not None], self._config.ping_s)
-        joining = self.roster.joining
-        return replies, [replace(f, alive=f.server not in silent, joining=f.server in joining) for f in findings]
+        pings = self._fleet.ping_all([f.server for f in findings if f.error is not None], self._config.ping_s)
+        busy = {server for server, ping in pings.items() if isinstance(ping, PingReply) and ping.busy}
+        silent, joining = errors(pings), self.roster.joining
+        return replies, [
+            replace(f, alive=f.server not in silent, busy=f.server in busy, joining=f.server in joining)
+            for f in findings
+        ]
 
     def _probe(
         self, job: PublishJob, servers: Sequence[ServerEndpoint], cast: CastSums | None

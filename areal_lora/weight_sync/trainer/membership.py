@@ -39,13 +39,16 @@ log = get_logger(__name__)
 class ServerFinding:
     """Result of one server in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
-    ``joining``: it took part for the first time, beside others.
+    ``joining``: it took part for the first time, beside others. ``unsent``: for an error of others it got no version.
+    ``busy``: after its answer, or without one, it is still in an earlier publish or join.
     """
 
     server: ServerEndpoint
     error: ArealLoraError | None = None
     alive: bool = True
     joining: bool = False
+    unsent: bool = False
+    busy: bool = False
 
     @property
     def refused(self) -> bool:
@@ -76,14 +79,17 @@ class Judgement:
     complete: bool
 
 
-def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
+def judge(
+    findings: Sequence[ServerFinding], *, retried: bool, before: Collection[ServerEndpoint] = (), late: bool = False
+) -> Judgement:
     """Judge which servers remain after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A joining server that refuses is the
     wrong server: it is lost. A server that failed and does not answer pings is lost. If all answer, the transfer is
-    repeated once with all; servers that still fail (``retried``) are lost, only joining ones if any of them failed: a
-    server that delays the others cannot be distinguished from those that it delays. A full server is waited for. It is
-    lost only if another server takes the version, when ``late``, or at once if it joins.
+    repeated once with all; of servers that still fail (``retried``) the causes are lost: a server that hangs fails all
+    that wait for it. Each mark of a cause counts where a failed server has it: an error of its own, a failure also in
+    the attempt ``before``, busy, joining. A full server is waited for. It is lost only if another server takes the
+    version, when ``late``, or at once if it joins.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.joining:
@@ -92,8 +98,11 @@ def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = Fals
     served = len(failed) < len(findings)
     lost = [f for f in failed if not f.alive or f.refused or (f.full and served and (late or f.joining))]
     if not lost and retried:
-        broken = [f for f in failed if not f.full]
-        lost = [f for f in broken if f.joining] or broken
+        lost = [f for f in failed if not f.full]
+        lost = [f for f in lost if not f.unsent] or lost
+        lost = [f for f in lost if f.server in before] or lost
+        lost = [f for f in lost if f.busy] or lost
+        lost = [f for f in lost if f.joining] or lost
     keep = tuple(f.server for f in findings if f not in lost)
     return Judgement(keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost))
 
@@ -150,9 +159,10 @@ class RendezvousWatch:
 class ServerWatcher:
     """Ping joining servers and members every ``period_s``, or ``rounds`` of them, in a separate thread.
 
-    ``joining`` are not members and answered the latest ping; ``leaving`` are members that leave in order, or have left:
-    they answer so, or are silent and have withdrawn their endpoint. An unreadable folder is read again in the next
-    round. Any other error ends the process: without this thread no server could return.
+    ``joining`` are not members, and answered the latest ping as not busy: one that hangs in a publish would delay the
+    next one, too. ``leaving`` are members that leave in order, or have left: they answer so, or are silent and have
+    withdrawn their endpoint. An unreadable folder is read again in the next round. Any other error ends the process:
+    without this thread no server could return.
     """
 
     def __init__(
@@ -197,7 +207,7 @@ class ServerWatcher:
         wanted = [s for s in present if self._roster.wants(s)]
         requested = [*wanted, *members]
         replies = dict(zip(requested, self._pings.map(self._ping, requested), strict=True))
-        self.joining = tuple(s for s in wanted if (reply := replies[s]) and not reply.leaving)
+        self.joining = tuple(s for s in wanted if (reply := replies[s]) and not (reply.leaving or reply.busy))
         # A server that crashed leaves its endpoint behind, one that was restarted has a new one.
         names = {s.name for s in (present if self._readable else members)}
         self.leaving = frozenset(
@@ -259,7 +269,7 @@ class MemberRoster:
         for server in before - set(plan):
             self._note_loss(server, "was restarted")
         self.keep(plan)
-        self.exclude_failed(self._fleet.silent(plan, self._ping_s))
+        self.exclude_failed(errors(self._fleet.ping_all(plan, self._ping_s)))
         # Merged: the answer includes the server's first scores.
         patience_s = self._ping_s * (SCORE_PINGS if layout.payload is Payload.MERGED else 1)
         checks = self._fleet.check(self.members, layout, probe, patience_s)

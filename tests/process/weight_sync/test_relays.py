@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.errors import PublishError
 from areal_lora.weight_sync.trainer import publisher
+from tests.support.clocks import seen, wait_until
 from tests.support.weight_sync import processes as ps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WORKERS = {1: 2, 3: 2}
+TIMEOUT_S = FORM_S = 10.0  # of publishes to a server that hangs: one transfer and one forming of groups wait for it
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,43 @@ def test_a_relay_that_dies_before_the_probe_costs_its_servers_nothing(
     assert list(report.lost) == ["server-1"]
     assert {s.name for s in report.servers} == set(tree.endpoints)
     assert tree.end(tree.begin()).lost == {}
+
+
+@pytest.mark.parametrize(
+    ("servers", "most", "number"), [(4, 32, 1), (7, 3, 6), (7, 3, 2)], ids=["one group", "below a relay", "a relay"]
+)
+def test_a_server_that_hangs_and_answers_pings_is_excluded_alone_until_it_continues(
+    servers: int, most: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"server-{number}"
+    others = [other for other in ps.names(*range(servers)) if other != name]
+    monkeypatch.setattr(WeightSyncConfig, "form_s", FORM_S)
+    monkeypatch.setattr(publisher, "RELAYED_BYTES", 256)
+
+    def publishes() -> object:
+        """Of the version in which it hangs, the next one and the one after it continues: servers, lost, joined."""
+        tree = ps.Tree(range(servers), most=most, timeout_s=TIMEOUT_S)
+        roster, hung = tree.leader.roster, tree.servers[name]
+        assert roster.watcher is not None
+        try:
+            tree.end(tree.begin())
+            assert (len(tree.groups()) > 1) == (servers > most)
+            hung.ask("hang")
+            reports = [tree.end(tree.begin())]
+            wait_until(lambda: roster.wants(tree.endpoints[name]), what="the end of its back-off")
+            roster.watcher.look()
+            reports.append(tree.end(tree.begin()))
+            told = list(tree.told)
+            hung.ask("continue")
+            wait_until(roster.available, what="its return")
+            reports.append(tree.end(tree.begin()))
+            return [([s.name for s in r.servers], list(r.lost), r.joined) for r in reports], reports[1].attempts, told
+        except PublishError as error:
+            return error
+        finally:
+            hung.ask("continue")
+            tree.close()
+
+    everyone = ps.names(*range(servers))
+    expected = [(others, [name], []), (others, [], []), (everyone, [], [name])], 1, []
+    seen(publishes, lambda found: found == expected, tries=3)

@@ -46,6 +46,7 @@ def main() -> int:
     write_config(RunFolder(folder), config)
     dummy = replace(plan, run_folder=RunFolder(folder), processes=specs)
     run.STOP_GRACE_S, restarts.BACK_OFF_S = float(sys.argv[2]), 0.1
+    restarts.HEALTHY_S = float(os.environ.get("HEALTHY_S", restarts.HEALTHY_S))
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     if later := os.environ.get("AN_HOUR_LATER"):
         ahead = lambda: time.monotonic() + 3600.0 * Path(later).exists()  # noqa: E731

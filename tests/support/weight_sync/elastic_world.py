@@ -97,8 +97,9 @@ class VirtualFleet:
         for server in servers:
             self._world.sessions[server].dismissed = True
 
-    def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, Any]:
-        return {s: PublishError("no answer") for s in servers if not self._world.sessions[s].answers}
+    def ping_all(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, Any]:
+        answering = {s: self._world.sessions[s].answers for s in servers}
+        return {s: PingReply() if answers else PublishError("no answer") for s, answers in answering.items()}
 
     def checked(self, members: Sequence[ServerEndpoint], layout: object) -> bool:
         return True

@@ -145,7 +145,7 @@ class MemoryServer:
                     tp.ModulesReply(modules=self._modules, slots=self._n_slots, max_rank=64)
                 )
             if (method, path) == ("GET", tp.PING_PATH):
-                return 200, msgspec.msgpack.encode(tp.PingReply(leaving=self._leaving()))
+                return 200, msgspec.msgpack.encode(tp.PingReply(leaving=self._leaving(), busy=self.busy))
             if (method, path) == ("POST", tp.DISMISS_PATH):
                 self._on_dismiss()
                 return 200, msgspec.msgpack.encode(tp.PingReply())

@@ -32,6 +32,7 @@ from areal_lora.weight_sync.link.backends import register_backend
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.server.transaction import PublishTransaction
 from areal_lora.weight_sync.trainer.gathering import PlaceGather
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
@@ -81,7 +82,9 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
         leaving=leaving.is_set,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )
-    writers = server.writers
+    writers, going, activated = server.writers, threading.Event(), PublishTransaction.activated
+    going.set()
+    PublishTransaction.activated = lambda *args: (going.wait(), activated(*args))[1]  # type: ignore[method-assign]
     with server:
         pipe.send(server.endpoint)
         while (command := pipe.recv()) is not None:
@@ -96,6 +99,12 @@ def serve(pipe: Connection, name: str, workers: int, host: str = "127.0.0.1") ->
                 pipe.send(None)  # from now on: a transfer that begins earlier may end without the pause
             elif what == "die":
                 die(*args)
+                pipe.send(None)
+            elif what == "hang":  # activations from now on do not end before "continue"
+                going.clear()
+                pipe.send(None)
+            elif what == "continue":
+                going.set()
                 pipe.send(None)
             elif what == "leave":
                 leaving.set()
@@ -336,13 +345,20 @@ class Tree:
     Counts which servers are told to connect, and how long groups take to form. ``most`` is that of `relay_tree`.
     """
 
-    def __init__(self, numbers: Iterable[int], workers: Mapping[int, int] = MappingProxyType({}), *, most: int) -> None:
+    def __init__(
+        self,
+        numbers: Iterable[int],
+        workers: Mapping[int, int] = MappingProxyType({}),
+        *,
+        most: int,
+        timeout_s: float = LONG_S,
+    ) -> None:
         self.servers: dict[str, Child] = {}
         self.endpoints: dict[str, ServerEndpoint] = {}
         self._workers = workers
         for n in numbers:
             self.start(n)
-        config = WeightSyncConfig(timeout_s=150.0, bucket_mib=BUCKET_MIB)
+        config = WeightSyncConfig(timeout_s=timeout_s, bucket_mib=BUCKET_MIB)
         leader = Leader(
             run=RUN,
             secret=SECRET,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lora.checkpoint.checkpoint_store import plan_deletions, versions_in
+from areal_lora.checkpoint.checkpoint_store import newest_in, plan_deletions, version_folder, versions_in
 from areal_lora.checkpoint.recover import find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Disk, Evaluation, files_of, read_files
 from areal_lora.config.sections.run import CheckpointConfig
@@ -167,6 +167,16 @@ def test_old_checkpoints_are_deleted_as_planned(tmp_path: Path) -> None:
         assert write(made, version, evaluations) == [None, None]
         made[0].delete_old(snapshot_of(version, 0, evaluations), config)
     assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [3, 9, 10]
+
+
+def test_the_newest_checkpoints_are_by_adapter(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert newest_in(folder.checkpoints) == {}
+    for name, versions in {"math": (9, 10), "code.2": (0,), "bare": ()}.items():
+        for version in versions:
+            version_folder(folder.adapter_checkpoints(name), version).mkdir(parents=True)
+        folder.adapter_checkpoints(name).mkdir(parents=True, exist_ok=True)
+    assert newest_in(folder.checkpoints) == {"math": 10, "code.2": 0}
 
 
 def test_a_damaged_newest_one_does_not_count_as_kept(tmp_path: Path) -> None:

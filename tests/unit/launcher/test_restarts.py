@@ -138,6 +138,31 @@ def test_long_healthy_work_refills_the_budget() -> None:
     assert made.take(ended(role=TRAINER), 0.0, HEALTHY_S - 1).ends_run
 
 
+def test_a_trainer_that_dies_at_the_same_step_runs_out_of_budget_however_long_it_works() -> None:
+    made, verdicts = restarts(trainer_times=3), []
+    for _ in range(5):
+        verdicts.append(made.take(ended(1, TRAINER), 0.0, 2 * HEALTHY_S, {"math": 7, "code": 3}))
+        made.due(1000.0)
+    assert [v.times for v in verdicts[:4]] == [1, 2, 3, 0]
+    assert [v.ends_run for v in verdicts[:4]] == [False, False, False, True]
+
+
+def test_a_new_checkpoint_of_any_adapter_restores_the_budget_only_with_long_work() -> None:
+    made, times = restarts(trainer_times=3), []
+    for newest, worked_s in (
+        ({}, HEALTHY_S),
+        ({"math": 0}, HEALTHY_S),  # the first one
+        ({"math": 0}, HEALTHY_S),
+        ({"math": 0, "code": 0}, HEALTHY_S),
+        ({"math": 0, "code": 1}, HEALTHY_S - 1),
+        ({"math": 0, "code": 1}, HEALTHY_S),  # of the session before
+        ({"math": 5, "code": 1}, HEALTHY_S),
+    ):
+        times.append(made.take(ended(1, TRAINER), 0.0, worked_s, newest).times)
+        made.due(1000.0)
+    assert times == [1, 1, 2, 1, 2, 3, 1]
+
+
 @pytest.mark.parametrize("code", [1, -9, 64, 74])
 def test_a_service_that_worked_is_restarted_for_as_long_as_the_run_trains(code: int) -> None:
     made, now = Restarts([spec(SERVICE), spec(TRAINER)], {TRAINER: 1}), 0.0

@@ -423,6 +423,23 @@ def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:
     assert run.alive() == []
 
 
+def test_only_a_new_checkpoint_restores_the_trainers_budget(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three sessions leave one each. Without the rule the fourth would not be the last."""
+    monkeypatch.setenv("HEALTHY_S", "0")
+    saves = (
+        "life = (folder.logs / 'trainer-0.log').read_text().count('started')\n"
+        "(folder.adapter_checkpoints('gsm8k') / f'v{min(life, 3):06d}').mkdir(parents=True, exist_ok=True)\n"
+        "sys.exit('died at the same step' if life < 8 else 0)"
+    )
+    run = begin(rank(tmp_path, "trainer", 0, steps=2, last=saves), overrides=["run.max_restarts=1"])
+    code, output = run.end()
+    assert code == 70, output
+    assert run.log("trainer-0").count("started") == 4
+    assert output.count("all trainer ranks are restarted in 0.1 s (1 of 1)") == 3
+
+
 def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

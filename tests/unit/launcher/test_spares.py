@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,7 +21,9 @@ from areal_lora.launcher.spares import RunState, own_devices, phase_of_run, run_
 from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
+from areal_lora.run_folder.status import last_beats
 from tests.support.clocks import wait_until
+from tests.support.launcher.cached_mount import CACHE_S, CachedMount
 from tests.support.paths import EXAMPLES
 
 RUNNING, OVER = (RunState(phase=g, session="", secret_ns=1) for g in (Phase.RUNNING, Phase.OVER))
@@ -140,6 +143,29 @@ def test_servers_that_left_by_themselves_are_not_restarted(config: Config, tmp_p
         Quiet.count = 0
     assert work.code == ExitCode.DONE
     assert seen(folder)[-1] == "2 left", "in order: one TERM and a grace"
+
+
+def test_on_a_mount_that_caches_attributes_for_long_only_a_stuck_server_is_ended(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looks = RunFolder(tmp_path / "run", ""), list[float]()
+    session = spares._Session(config, folder, 2, 60.0, Console(quiet=True))
+    mount: Any = CachedMount(folder, session._specs, monkeypatch)
+
+    def counted(run_folder: RunFolder) -> dict[str, int]:
+        looks.append(mount.clock.now)
+        return last_beats(run_folder)
+
+    monkeypatch.setattr(spares, "last_beats", counted)
+    while mount.clock.now < 400.0:
+        if mount.clock.now == 200.0:
+            mount.stuck.add("server-3")
+        assert session._tick(mount, mount.clock.now) == 0
+        mount.sleep(0.25)
+    assert mount.ended.keys() == {"server-3"}
+    assert 244.0 <= mount.ended["server-3"] <= 246.0 + CACHE_S
+    assert mount.opened.total() <= 2 * 400 / 45
+    assert len(looks) <= 401
 
 
 def test_a_run_that_is_over_gets_none(config: Config, tmp_path: Path) -> None:

@@ -37,6 +37,21 @@ def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.
     assert status.last_beats(RunFolder(tmp_path)) == {}
 
 
+def test_beats_are_read_again_from_files_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stat` shows what the client of a network file system has kept."""
+    folder = RunFolder(tmp_path)
+    for index in range(3):
+        status.beat(folder, "server", index)
+        os.utime(folder.heartbeat(f"server-{index}"), ns=(5, 5))
+    stat, kept = Path.stat, folder.heartbeat("server-0").stat()
+    for index in range(3):
+        os.utime(folder.heartbeat(f"server-{index}"), ns=(6, 6))
+    folder.heartbeat("server-2").unlink()
+    monkeypatch.setattr(Path, "stat", lambda path, **_: kept if path.name.startswith("server-") else stat(path))
+    assert status.last_beats(folder) == {"server-0": 5, "server-1": 5}
+    assert status.revalidated_beats(folder, ["server-1", "server-2"]) == {"server-1": 6}
+
+
 def test_a_disk_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(*args: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")

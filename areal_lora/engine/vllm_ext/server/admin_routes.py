@@ -70,7 +70,7 @@ class AdminPlane:
 
     async def ping(self, request: Request) -> Response:
         await self._adapters.ping()
-        return _answer(wire.PingReply(leaving=self._stop.leaving.is_set()))
+        return _answer(wire.PingReply(leaving=self._stop.leaving.is_set(), busy=self._adapters.turn.locked()))
 
     async def join(self, request: Request) -> Response:
         came = time.monotonic()

@@ -22,6 +22,22 @@ admin_routes = Lazy("areal_lora.engine.vllm_ext.server.admin_routes")
 generate = Lazy("areal_lora.engine.vllm_ext.server.generate")
 
 
+def test_a_ping_shows_whether_a_publish_is_in_progress() -> None:
+    async def answered() -> None: ...
+
+    async def ask() -> list[wire.PingReply]:
+        adapters: Any = SimpleNamespace(ping=answered, turn=asyncio.Lock())
+        unused: Any = None
+        stop: Any = SimpleNamespace(leaving=asyncio.Event())
+        plane = admin_routes.AdminPlane(adapters, unused, unused, unused, stop)
+        answers = [await plane.ping(unused)]
+        async with adapters.turn:
+            answers.append(await plane.ping(unused))
+        return [msgspec.msgpack.decode(answer.body, type=wire.PingReply) for answer in answers]
+
+    assert asyncio.run(ask()) == [wire.PingReply(), wire.PingReply(busy=True)]
+
+
 def test_no_score_runs_on_when_the_request_has_given_back_its_version() -> None:
     """One sequence is refused while another one is scored: its slot must not be freed under the other."""
     log: list[str] = []

@@ -57,6 +57,33 @@ def test_servers_that_fail_a_second_attempt_are_lost():
     assert list(Progress(attempts=2).judge(findings, now=0.0, timeout_s=30.0).lost) == [B]
 
 
+def test_a_server_that_hangs_is_lost_without_those_that_wait_for_it():
+    """It acknowledges nothing, then its group does not form; further groups get nothing."""
+    hung, progress = finding(B, SILENT, busy=True), Progress()
+    judgement = progress.judge([finding(A), hung, finding(C)], now=0.0, timeout_s=30.0)
+    assert progress.move([hung], judgement, enough=True, left_s=20.0, ping_s=2.0) is Move.RETRY
+    waited, unsent = finding(A, PublishError("the group was not complete")), finding(C, PublishError("x"), unsent=True)
+    for again in (hung, finding(B, SILENT)):
+        told = Progress(attempts=2, broken=progress.broken).judge([waited, again, unsent], now=0.0, timeout_s=30.0)
+        assert (told.keep, list(told.lost), told.complete) == ((A, C), [B], False)
+
+
+def test_a_server_that_hung_before_the_first_attempt_is_lost_without_the_others():
+    findings, progress = [finding(s, SILENT, busy=s is B) for s in (A, B, C)], Progress()
+    judgement = progress.judge(findings, now=0.0, timeout_s=30.0)
+    assert (judgement.lost, progress.broken) == ({}, {A, B, C})
+    assert progress.move(findings, judgement, enough=True, left_s=20.0, ping_s=2.0) is Move.RETRY
+    assert list(progress.judge(findings, now=0.0, timeout_s=30.0).lost) == [B]
+
+
+def test_a_server_that_failed_alone_is_lost_when_the_others_fail_with_it():
+    progress = Progress()
+    for findings in ([finding(A), finding(B, SILENT), finding(C, FULL)], [finding(s, SILENT) for s in (A, B, C)]):
+        judgement = progress.judge(findings, now=0.0, timeout_s=30.0)
+        progress.attempts += 1
+    assert list(judgement.lost) == [B]
+
+
 ALL = Judgement(keep=(A, B), lost={}, complete=True)
 SOME = Judgement(keep=(A, B), lost={}, complete=False)
 NOT_A = Judgement(keep=(B,), lost={A: "has no free adapter slot yet"}, complete=True)
@@ -116,6 +143,8 @@ def test_members_are_at_fault_that_failed_lied_or_were_not_sent_the_version():
     assert got[B].reason == "hash"
     assert "other numbers" in str(got[B])
     assert str(got[C]) == "a@v3 was not sent: trainer rank 0: late"
+    found = member_findings((A, B, C), {A: reply()}, {B: SILENT}, ref=REF, digest=DIGEST, results=())
+    assert [f.unsent for f in found] == [False, False, True]
 
 
 def test_the_text_of_a_failure_names_servers_and_ranks():

@@ -30,7 +30,7 @@ from areal_lora.weight_sync.messages import (
     ServerEndpoint,
 )
 from areal_lora.weight_sync.trainer import fleet as fleet_module
-from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet, answers
+from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet, answers, errors
 from tests.support.clocks import WAIT_S, wait_until
 from tests.support.weight_sync.helpers import RUN, SECRET, announce, layout_of, share, values
 from tests.support.weight_sync.https_server import AdminHttpsServer
@@ -73,14 +73,24 @@ def halves(monkeypatch: pytest.MonkeyPatch, lost: int) -> list[float]:
 
 def test_a_ping_that_was_lost_is_repeated_within_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, waited = LossyFleet({"server-1": {0}}), halves(monkeypatch, lost=1)
-    assert fleet.silent(SERVERS, 2 * WAIT_S) == {}
+    assert errors(fleet.ping_all(SERVERS, 2 * WAIT_S)) == {}
     assert waited == [WAIT_S]
     assert [next(fleet.pings[s.name]) for s in SERVERS] == [1, 2, 1], "the others are asked once"
 
 
+def test_pings_return_the_answers_also_of_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy(LossyFleet):
+        def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
+            super().ping(server, timeout_s)
+            return PingReply(busy=server.name != "server-2")
+
+    fleet, _ = Busy({"server-1": {0}}), halves(monkeypatch, lost=1)
+    assert [reply.busy for reply in fleet.ping_all(SERVERS, 2 * WAIT_S).values()] == [True, True, False]
+
+
 def test_a_server_that_answers_neither_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, _ = LossyFleet({"server-1": {0, 1}, "server-2": {0}}), halves(monkeypatch, lost=2)
-    [(server, error)] = fleet.silent(SERVERS, 2 * WAIT_S).items()
+    [(server, error)] = errors(fleet.ping_all(SERVERS, 2 * WAIT_S)).items()
     assert server.name == "server-1"
     with pytest.raises(PublishError):
         raise error
@@ -110,15 +120,15 @@ def many(n: int) -> list[ServerEndpoint]:
 def test_64_servers_answer_in_the_time_of_one() -> None:
     """Each one waits for the others: one after the other, or 32 at once, none would answer."""
     fleet = Meeting(64)
-    assert fleet.silent(many(64), 120.0) == {}
+    assert errors(fleet.ping_all(many(64), 120.0)) == {}
     assert fleet.most == 64
 
 
 def test_more_servers_answer_in_turns_of_a_bounded_number() -> None:
     fleet = Meeting(PINGS)
-    assert fleet.silent(many(2 * PINGS), 120.0) == {}
+    assert errors(fleet.ping_all(many(2 * PINGS), 120.0)) == {}
     assert fleet.most == PINGS
-    assert fleet.silent([], 1.0) == {}
+    assert errors(fleet.ping_all([], 1.0)) == {}
 
 
 def test_a_refused_ping_is_not_repeated() -> None:
@@ -128,7 +138,7 @@ def test_a_refused_ping_is_not_repeated() -> None:
             raise PublishError("connection refused")
 
     fleet = Refusing({})
-    assert len(fleet.silent(SERVERS, 2 * WAIT_S)) == 3
+    assert len(errors(fleet.ping_all(SERVERS, 2 * WAIT_S))) == 3
     assert [next(fleet.pings[s.name]) for s in SERVERS] == [1, 1, 1]
 
 
@@ -225,7 +235,7 @@ def test_members_are_pinged_over_connections_that_are_kept() -> None:
     try:
         fleet.keep(members[:3])
         for _ in range(5):
-            assert fleet.silent(members[:3], 120.0) == {}
+            assert errors(fleet.ping_all(members[:3], 120.0)) == {}
             assert [fleet.ping_again(member, 120.0) for member in members[:3]] == [PingReply()] * 3
         assert server.accepted == 3
         fleet.ping_again(members[3], 120.0)  # no member yet

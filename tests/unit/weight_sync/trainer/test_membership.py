@@ -48,8 +48,8 @@ def roster(*servers):
     return MemberRoster(NoFleet(), servers, ping_s=1.0)
 
 
-def judged(*findings, retried=False, late=False):
-    judgement = judge(findings, retried=retried, late=late)
+def judged(*findings, retried=False, before=(), late=False):
+    judgement = judge(findings, retried=retried, before=before, late=late)
     return [s.name for s in judgement.keep], [s.name for s in judgement.lost], judgement.complete
 
 
@@ -73,6 +73,39 @@ def test_servers_that_answer_get_one_more_transfer_all_together():
     findings = [ServerFinding(server=A), ServerFinding(server=B, error=BROKEN), ServerFinding(server=C, error=SILENT)]
     assert judged(*findings) == (["server-0", "server-1", "server-2"], [], False)
     assert judged(*findings, retried=True) == (["server-0"], ["server-1", "server-2"], True)
+
+
+HUNG = PublishError("a join came while this server was busy, and is late by now")
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "of_c", "before", "lost"),
+    [
+        ({}, {}, {}, (), "ABC"),
+        ({}, {}, {}, (A, B, C), "ABC"),
+        ({}, {}, {}, (B,), "B"),
+        ({}, {}, {}, (A, B), "AB"),
+        ({"unsent": True}, {}, {"unsent": True}, (), "B"),
+        ({"unsent": True}, {}, {}, (A,), "BC"),
+        ({"unsent": True}, {"unsent": True}, {"unsent": True}, (), "ABC"),
+        ({}, {"busy": True}, {}, (), "B"),
+        ({}, {"busy": True}, {}, (A, B), "B"),
+        ({}, {"busy": True}, {}, (A,), "A"),  # B may still be in the attempt
+        ({"busy": True}, {"busy": True}, {"busy": True}, (), "ABC"),
+        ({"joining": True}, {"busy": True}, {}, (), "B"),
+        ({"joining": True}, {}, {}, (C,), "C"),
+        ({"joining": True}, {}, {}, (), "A"),
+    ],
+)
+def test_of_servers_that_answer_and_fail_again_the_causes_are_lost(of_a, of_b, of_c, before, lost):
+    findings = [
+        ServerFinding(server=s, error=HUNG, **facts) for s, facts in zip((A, B, C), (of_a, of_b, of_c), strict=True)
+    ]
+    assert judged(*findings, before=before) == ([s.name for s in (A, B, C)], [], False), "a second transfer first"
+    names = {"ABC"[i]: s.name for i, s in enumerate((A, B, C))}
+    want = [names[letter] for letter in lost]
+    kept = [name for name in names.values() if name not in want]
+    assert judged(*findings, retried=True, before=before) == (kept, want, not kept)
 
 
 def test_of_servers_that_answer_and_fail_again_newcomers_go_first():
@@ -201,6 +234,7 @@ def test_more_members_are_no_more_pings_a_second():
 
 def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_all_members_do():
     asked, seen, silent, leaving = threading.Event(), {A, B, C}, {B}, set[ServerEndpoint]()
+    busy = set[ServerEndpoint]()
 
     class Watch:
         def present(self):
@@ -208,7 +242,7 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
 
     def ping(s):
         asked.set()
-        return None if s in silent else PingReply(leaving=s in leaving)
+        return None if s in silent else PingReply(leaving=s in leaving, busy=s in busy)
 
     watcher = ServerWatcher(Watch(), roster(A), ping, period_s=0.01)
     try:
@@ -223,6 +257,11 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
         wait_until(watcher.all_answer)
         assert not watcher.leaving
         seen.add(C)
+        wait_until(lambda: watcher.joining == (C,))
+        busy |= {A, C}  # C hangs in a publish in which it was a member
+        wait_until(lambda: watcher.joining == ())
+        assert watcher.all_answer()
+        busy.clear()
         wait_until(lambda: watcher.joining == (C,))
         leaving |= {A, C}
         wait_until(lambda: watcher.leaving == {A})
