@@ -137,6 +137,7 @@ UNUSED_S = 3600.0
 ENDED_S = 30 * 86400.0
 MAX_ENDED = 1024
 """Sessions and models that have ended are forgotten after that time, and the oldest of a tenant above that number."""
+_KEPT = "requests WHERE answer IS NOT NULL AND action IS NULL"
 
 
 def seal(tx: Transaction) -> None:
@@ -188,22 +189,26 @@ def forget(tx: Transaction, fetched: set[str]) -> None:
     """Answers that no one needs."""
     for request in fetched:
         tx.do("UPDATE requests SET fetched_s = ? WHERE request = ? AND fetched_s IS NULL", tx.now_s, request)
-    old = "answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)"
-    tx.do(f"DELETE FROM requests WHERE {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
-    for tenant, quota in tx.tables.quotas.items():
-        _shorten(tx, tenant, quota.queued_mib << 20)
+    old = f"{_KEPT} AND (fetched_s < ? OR answered_s < ?)"
+    tx.do(f"DELETE FROM {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
+    # One pass over all answers, whatever the number of tenants; materialized, or it would sort the answers themselves.
+    lengths = f"WITH kept AS MATERIALIZED (SELECT tenant, LENGTH(answer) AS n_bytes FROM {_KEPT})"
+    for tenant, n_bytes in tx.rows(f"{lengths} SELECT tenant, SUM(n_bytes) FROM kept GROUP BY tenant"):
+        if n_bytes > (most := tx.quota(tenant).queued_mib << 20):
+            _shorten(tx, tenant, most)
     for table, over in (("models", "removed"), ("sessions", "ended")):
         tx.do(f"DELETE FROM {table} WHERE {over} = 1 AND created_s < ?", tx.now_s - ENDED_S)
+        many = f"SELECT tenant FROM {table} WHERE {over} = 1 GROUP BY tenant HAVING COUNT(*) > ?"
         old = f"SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1 ORDER BY rowid DESC LIMIT -1 OFFSET ?"
-        for tenant in tx.tables.quotas:
+        for (tenant,) in tx.rows(many, MAX_ENDED):
             tx.do(f"DELETE FROM {table} WHERE rowid IN ({old})", tenant, MAX_ENDED)
 
 
 def _shorten(tx: Transaction, tenant: str, most: int) -> None:
     """Forget the tenant's oldest answers, fetched ones first, until those that stay are at most ``most`` bytes."""
-    kept = "requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
     order, total = "fetched_s IS NOT NULL, answered_s DESC", 0
-    for request, n_bytes in tx.rows(f"SELECT request, LENGTH(answer) FROM {kept} ORDER BY {order}", tenant):
+    found = f"SELECT request, LENGTH(answer) FROM {_KEPT} AND tenant = ? ORDER BY {order}"
+    for request, n_bytes in tx.rows(found, tenant):
         total += n_bytes
         if total > most:
             tx.do("DELETE FROM requests WHERE request = ?", request)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from msgspec import structs
 
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import (
@@ -153,6 +156,44 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
     it.ledger.change(lambda tx: queue_writer._shorten(tx, "acme", 2500))
     kept = [each for each in requests if it.count(f"requests WHERE request = '{each}'")]
     assert kept == requests[-2:]
+
+
+def answered(ledger: Ledger, tenant: str, n_bytes: int, count: int, fetched: int) -> None:
+    """Answers of a tenant, a second apart; the first ``fetched`` of them have been."""
+    ledger.db.executemany(
+        "INSERT INTO requests (request, tenant, owner, seq, fingerprint, n_bytes, at_s, answer, answered_s, fetched_s)"
+        f" VALUES (?, '{tenant}', 'm', 0, 'f', 0, 0, ?, ?, ?)",
+        ((f"{tenant}{k}", bytes(n_bytes), ledger.now_s + k, 2000.0 if k < fetched else None) for k in range(count)),
+    )
+
+
+def test_only_tenants_above_their_quota_lose_answers_and_what_was_fetched_first() -> None:
+    it = World()
+    it.ledger.tables = replace(it.ledger.tables, quotas={"acme": structs.replace(QUOTA, queued_mib=1), "bolt": QUOTA})
+    for tenant in ("acme", "bolt"):
+        answered(it.ledger, tenant, 300 << 10, 6, fetched=3)
+    it.forget()
+    kept = it.ledger.db.execute("SELECT request FROM requests WHERE owner = 'm' ORDER BY 1").fetchall()
+    assert [row[0] for row in kept] == ["acme3", "acme4", "acme5", *(f"bolt{k}" for k in range(6))]
+
+
+def test_one_round_reads_the_answers_once_whatever_the_number_of_tenants() -> None:
+    def steps(tenants: int) -> int:
+        """Steps of SQLite's machine, in hundreds."""
+        ledger, count = Ledger(), 0
+        answered(ledger, "acme", 10, 2000, fetched=2000)
+        ledger.tables = replace(ledger.tables, quotas={"acme": QUOTA} | {f"t{n}": QUOTA for n in range(tenants)})
+
+        def step() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        ledger.db.set_progress_handler(step, 100)
+        ledger.change(lambda tx: queue_writer.forget(tx, set()))
+        return count
+
+    assert steps(100) < 2 * steps(1)
 
 
 def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
