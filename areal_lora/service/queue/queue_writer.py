@@ -5,7 +5,8 @@ What the queue does by itself, again and again: seals gaps, ends what is silent,
 Kept until then:
 - the data of a pass: until a checkpoint has it, or it has failed;
 - an answer: `FETCHED_S` after it was fetched, else `ANSWERED_S`; and while a tenant's are not too long together;
-- a state that only a sampling session has: `UNUSED_S` after its last use; a named one: until its time, or for ever;
+- a state that only a sampling session has: `UNUSED_S` after its last use, `OVERTAKEN_S` if its model has `MAX_UNNAMED`
+  newer ones and none of its samples is waited for; a named one: until its time, or for ever;
 - a model: `placement.SILENT_S` after the last heartbeat of its session, or `placement.DEAD_S` if another client waits.
 """
 
@@ -133,7 +134,7 @@ class Writer:
 
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
-UNUSED_S = 3600.0
+UNUSED_S, OVERTAKEN_S, MAX_UNNAMED = 3600.0, 300.0, 8
 ENDED_S = 30 * 86400.0
 MAX_ENDED = 1024
 """Sessions and models that have ended are forgotten after that time, and the oldest of a tenant above that number."""
@@ -161,9 +162,17 @@ def follow(tx: Transaction, failed: Mapping[str, str]) -> None:
 
 def expire_states(tx: Transaction, used_s: Mapping[str, float], start_s: float) -> None:
     """``used_s``: when a path was sampled last; one that was not since ``start_s`` counts from then."""
-    for state in tx.states("expires_s <= ? OR (named = 0 AND expires_s IS NULL)", tx.now_s):
-        last = max(state.created_s, start_s, used_s.get(state.path, start_s))
-        if state.expires_s is not None or tx.now_s - last > UNUSED_S:
+    waited_for = "samples JOIN samplers USING (sampler) WHERE path = ?"
+    newer: dict[str, int] = {}  # by model, states of sampling sessions that were saved later
+    for state in reversed(tx.states("named = 0 OR expires_s <= ?", tx.now_s)):
+        over = state.expires_s is not None and state.expires_s <= tx.now_s
+        if not state.named:
+            unused_s = tx.now_s - max(state.created_s, start_s, used_s.get(state.path, start_s))
+            overtaken = newer.get(state.model, 0) >= MAX_UNNAMED and unused_s > OVERTAKEN_S
+            newer[state.model] = newer.get(state.model, 0) + 1
+            over = over or (unused_s > UNUSED_S and state.expires_s is None)
+            over = over or (overtaken and not tx.count(waited_for, state.path))
+        if over:
             expire(tx, state)
 
 

@@ -224,6 +224,42 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
 
 
+def test_of_the_states_of_sampling_sessions_a_model_keeps_the_newest_and_those_that_are_sampled() -> None:
+    """A program that opens one at each step: every minute, with no end in sight, and one for ten years each."""
+    it = World()
+    session, begin = it.model.partition(":")[0], it.ledger.now_s
+
+    def save(seq: int) -> None:
+        it.ledger.now_s += 60
+        it.submit(Save(for_sampler=True, sampler_seq=seq, ttl_s=None if seq % 2 else 3e8))
+        it.done(KEPT, PublishResult(version=0))
+
+    def kept(**used_s: float) -> list[int]:
+        """Numbers of the sessions, after a round of upkeep. ``used_s``: by number, when one was sampled last."""
+        paths = dict(it.ledger.db.execute("SELECT sampler, path FROM samplers"))
+        used = {paths[f"{session}:sample:{seq[1:]}"]: at for seq, at in used_s.items()}
+        it.ledger.change(lambda tx: queue_writer.expire_states(tx, used, begin))
+        names = [name for (name,) in it.ledger.db.execute("SELECT sampler FROM samplers")]
+        assert it.count("saved_states WHERE named = 0") == len(names)
+        return sorted(int(name.rpartition(":")[2]) for name in names)
+
+    for seq in range(7):
+        save(seq)
+    it.submit(Save(name="named"))
+    it.done(KEPT)
+    for seq in range(7, 12):
+        save(seq)
+    one, two = (f"{session}:sample:{seq}" for seq in (1, 2))
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", two, "slow", "print", b"body"))
+    assert kept(s1=it.ledger.now_s - 10) == [1, 2, *range(4, 12)], "those that no one samples are dropped"
+    assert it.count("saved_states WHERE named = 1") == 1
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, ["slow"]))
+    it.ledger.now_s += queue_writer.OVERTAKEN_S
+    assert kept() == [*range(4, 12)]
+    with pytest.raises(RequestError, match=r"not sampled for long \(fix: save the weights again"):
+        it.ledger.change(lambda tx: served(tx, "acme", one, None))
+
+
 def test_a_snapshot_that_could_not_be_loaded_leaves_and_the_next_one_is_made_anew() -> None:
     it = World()
     it.submit(Save(name="one"))
