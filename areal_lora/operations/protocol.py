@@ -94,10 +94,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One AdamW step with the window's summed gradients; it fails if there are none.
-
-    ``grad_clip_norm`` 0: no clipping.
-    """
+    """One AdamW step with the window's summed gradients; it fails without any. ``grad_clip_norm`` 0: no clipping."""
 
     lr: float
     beta1: float = 0.9
@@ -119,9 +116,10 @@ class Poison(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Keep weights, moments and clock under ``label`` of this adapter until `DropState`, in place of what was kept."""
+    """Keep weights, clock and, where set, ``moments`` under ``label`` until `DropState`, in place of what was kept."""
 
     label: str
+    moments: bool = True
 
 
 class DropState(msgspec.Struct, frozen=True, kw_only=True, tag=True):

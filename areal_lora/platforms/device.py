@@ -54,6 +54,12 @@ def select_device(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done everything that is queued there, collectives included."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 @contextmanager
 def profiler_range(name: str) -> Iterator[None]:
     """A range of torch's profiler and, with CUDA, of NVIDIA's (NVTX); it costs microseconds without them."""

@@ -218,7 +218,7 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(run: Run, alone: 
     assert alone.states["attention"] == found["attention.1"]
 
 
-LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop"), Publish())
+LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop", moments=False), Publish())
 
 
 def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run, alone: Ended) -> None:

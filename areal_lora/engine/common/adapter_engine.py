@@ -375,14 +375,14 @@ class AdapterEngine:
         deque(copying, maxlen=0)
         return state
 
-    def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
-        """As `export_state`, but the iterator makes the copies, a slice each time.
+    def copy_state(self, adapter: str, *, moments: bool = True) -> tuple[AdapterState, Iterator[None]]:
+        """As `export_state`, with ``moments`` or without, but the iterator makes the copies, a slice each time.
 
         All ranks get as many slices. Every rank must run it to its end, or equally far if the copies are not needed,
         before the adapter changes or is packed.
         """
         resident = self.resident(adapter)
-        return copy_state(resident.memory, resident.optimizer, self._model.groups)
+        return copy_state(resident.memory, resident.optimizer, self._model.groups, moments=moments)
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).

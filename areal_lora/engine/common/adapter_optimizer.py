@@ -191,13 +191,17 @@ SLICE_BYTES = 4 << 20
 
 
 def copy_state(
-    memory: AdapterMemory, optimizer: AdapterOptimizer | None, groups: Mapping[Range, dist.ProcessGroup]
+    memory: AdapterMemory,
+    optimizer: AdapterOptimizer | None,
+    groups: Mapping[Range, dist.ProcessGroup],
+    *,
+    moments: bool = True,
 ) -> tuple[AdapterState, Iterator[None]]:
     """See `AdapterEngine.copy_state`; without ``optimizer`` the weights alone."""
     packer = memory.packer("float32")
     shard, most = packer.shard, max(each.nbytes for each in memory.layout("float32").shards)
     size = shard.nbytes // 4 if shard else 0
-    parts = {part: np.empty(size, np.float32) for part in (PARTS if optimizer else (WEIGHT,))}
+    parts = {part: np.empty(size, np.float32) for part in (PARTS if optimizer and moments else (WEIGHT,))}
 
     def copying() -> Iterator[None]:
         for part, values in parts.items():  # one moment is whole at a time

@@ -20,6 +20,7 @@ from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
 from areal_lora.families.registry import rope_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import Piece, SiteKey
+from areal_lora.platforms.device import synchronize
 
 _NAME = re.compile(r"^(?P<chunk>\d+)\.(?:decoder\.layers\.(?P<layer>\d+)\.)?(?P<rest>.+)$")
 LINEAR = (
@@ -66,6 +67,8 @@ def load_base(
                 _read(_Names(folder), model, rank, name, parameter)
             if group is not None and dist.get_world_size(group) > 1:
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
+                # NCCL counts its time limit from when a broadcast is queued: a rank that reads nothing would queue all.
+                synchronize(parameter.device)
 
 
 def _read(folder: ModelFolder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:

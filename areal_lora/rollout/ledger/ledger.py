@@ -189,6 +189,8 @@ def _kind(error: sqlite3.Error) -> type[LedgerError]:
 def _open(path: str, run: str) -> sqlite3.Connection:
     db = connect(path, synchronous="NORMAL")
     with undo_on_error(db.close):
+        # Debian's SQLite overwrites deleted rows with zeros: a commit would write its trajectories a second time.
+        db.execute("PRAGMA secure_delete=OFF")
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript("BEGIN;" + SCHEMA)  # all of it or nothing, if this process ends here
             db.execute("INSERT INTO meta VALUES (?, ?)", (SCHEMA_VERSION, run))

@@ -33,6 +33,7 @@ from areal_lora.types import AdapterPhase
 log = get_logger(__name__)
 
 EVERY_S = 1.0
+FORGET_S = 10.0  # it reads a row of every answer that is kept; a tenant's may be longer than its quota for so long
 LAPSE_S = 10.0
 """A longer time between two rounds of `keep`: the machine slept, or the process was stopped."""
 SHARED_S = 0.25
@@ -63,7 +64,7 @@ class RequestQueue:
         self.placement = Placement(writer, self.change, around, self._heartbeats, now_s)
         self._serving: dict[tuple[str, str, str | None], asyncio.Task[str | Pending]] = {}
         self._failed_s: dict[str, float] = {}
-        self._start_s = now_s()
+        self._start_s = self._forgot_s = now_s()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "RequestQueue":
@@ -238,8 +239,9 @@ class RequestQueue:
         for adapter, label in states:
             await asyncio.to_thread(shutil.rmtree, self._folder.saved_state(adapter, label), ignore_errors=True)
         await self.change(partial(queue_writer.dropped, states=states))
-        fetched, self._fetched = self._fetched, set()
-        await self.change(partial(queue_writer.forget, fetched=fetched))
+        if abs(now - self._forgot_s) >= FORGET_S:  # the clock may be set back
+            self._forgot_s, fetched, self._fetched = now, self._fetched, set()
+            await self.change(partial(queue_writer.forget, fetched=fetched))
         dropped, self.dropped_samples = self.dropped_samples, set()
         await self.change(partial(client_sessions.drop_samples, samples=dropped))
         await self.placement.make_room_for_waiting()

@@ -145,7 +145,8 @@ class Transaction:
     def sampler(self, tenant: str, sampler: str) -> queue_rows.SamplingSession:
         found = SAMPLERS.select(self.db, "sampler = ? AND tenant = ?", sampler, tenant)
         if not found:
-            raise unknown("sampling_session_id", "sampling session", sampler)
+            reason = f"there is no sampling session {sampler[:128]!r}, or its weights were not sampled for long"
+            raise RequestError("sampling_session_id", reason, "save the weights again for another one", status=404)
         return found[0]
 
     def state(self, tenant: str, path: str) -> queue_rows.SavedState:

@@ -5,7 +5,8 @@ What the queue does by itself, again and again: seals gaps, ends what is silent,
 Kept until then:
 - the data of a pass: until a checkpoint has it, or it has failed;
 - an answer: `FETCHED_S` after it was fetched, else `ANSWERED_S`; and while a tenant's are not too long together;
-- a state that only a sampling session has: `UNUSED_S` after its last use; a named one: until its time, or for ever;
+- a state that only a sampling session has: `UNUSED_S` after its last use, `OVERTAKEN_S` if its model has `MAX_UNNAMED`
+  newer ones and none of its samples is waited for; a named one: until its time, or for ever;
 - a model: `placement.SILENT_S` after the last heartbeat of its session, or `placement.DEAD_S` if another client waits.
 """
 
@@ -133,10 +134,11 @@ class Writer:
 
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
-UNUSED_S = 3600.0
+UNUSED_S, OVERTAKEN_S, MAX_UNNAMED = 3600.0, 300.0, 8
 ENDED_S = 30 * 86400.0
 MAX_ENDED = 1024
 """Sessions and models that have ended are forgotten after that time, and the oldest of a tenant above that number."""
+_KEPT = "requests WHERE answer IS NOT NULL AND action IS NULL"
 
 
 def seal(tx: Transaction) -> None:
@@ -160,9 +162,17 @@ def follow(tx: Transaction, failed: Mapping[str, str]) -> None:
 
 def expire_states(tx: Transaction, used_s: Mapping[str, float], start_s: float) -> None:
     """``used_s``: when a path was sampled last; one that was not since ``start_s`` counts from then."""
-    for state in tx.states("expires_s <= ? OR (named = 0 AND expires_s IS NULL)", tx.now_s):
-        last = max(state.created_s, start_s, used_s.get(state.path, start_s))
-        if state.expires_s is not None or tx.now_s - last > UNUSED_S:
+    waited_for = "samples JOIN samplers USING (sampler) WHERE path = ?"
+    newer: dict[str, int] = {}  # by model, states of sampling sessions that were saved later
+    for state in reversed(tx.states("named = 0 OR expires_s <= ?", tx.now_s)):
+        over = state.expires_s is not None and state.expires_s <= tx.now_s
+        if not state.named:
+            unused_s = tx.now_s - max(state.created_s, start_s, used_s.get(state.path, start_s))
+            overtaken = newer.get(state.model, 0) >= MAX_UNNAMED and unused_s > OVERTAKEN_S
+            newer[state.model] = newer.get(state.model, 0) + 1
+            over = over or (unused_s > UNUSED_S and state.expires_s is None)
+            over = over or (overtaken and not tx.count(waited_for, state.path))
+        if over:
             expire(tx, state)
 
 
@@ -188,22 +198,26 @@ def forget(tx: Transaction, fetched: set[str]) -> None:
     """Answers that no one needs."""
     for request in fetched:
         tx.do("UPDATE requests SET fetched_s = ? WHERE request = ? AND fetched_s IS NULL", tx.now_s, request)
-    old = "answer IS NOT NULL AND action IS NULL AND (fetched_s < ? OR answered_s < ?)"
-    tx.do(f"DELETE FROM requests WHERE {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
-    for tenant, quota in tx.tables.quotas.items():
-        _shorten(tx, tenant, quota.queued_mib << 20)
+    old = f"{_KEPT} AND (fetched_s < ? OR answered_s < ?)"
+    tx.do(f"DELETE FROM {old}", tx.now_s - FETCHED_S, tx.now_s - ANSWERED_S)
+    # One pass over all answers, whatever the number of tenants; materialized, or it would sort the answers themselves.
+    lengths = f"WITH kept AS MATERIALIZED (SELECT tenant, LENGTH(answer) AS n_bytes FROM {_KEPT})"
+    for tenant, n_bytes in tx.rows(f"{lengths} SELECT tenant, SUM(n_bytes) FROM kept GROUP BY tenant"):
+        if n_bytes > (most := tx.quota(tenant).queued_mib << 20):
+            _shorten(tx, tenant, most)
     for table, over in (("models", "removed"), ("sessions", "ended")):
         tx.do(f"DELETE FROM {table} WHERE {over} = 1 AND created_s < ?", tx.now_s - ENDED_S)
+        many = f"SELECT tenant FROM {table} WHERE {over} = 1 GROUP BY tenant HAVING COUNT(*) > ?"
         old = f"SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1 ORDER BY rowid DESC LIMIT -1 OFFSET ?"
-        for tenant in tx.tables.quotas:
+        for (tenant,) in tx.rows(many, MAX_ENDED):
             tx.do(f"DELETE FROM {table} WHERE rowid IN ({old})", tenant, MAX_ENDED)
 
 
 def _shorten(tx: Transaction, tenant: str, most: int) -> None:
     """Forget the tenant's oldest answers, fetched ones first, until those that stay are at most ``most`` bytes."""
-    kept = "requests WHERE tenant = ? AND answer IS NOT NULL AND action IS NULL"
     order, total = "fetched_s IS NOT NULL, answered_s DESC", 0
-    for request, n_bytes in tx.rows(f"SELECT request, LENGTH(answer) FROM {kept} ORDER BY {order}", tenant):
+    found = f"SELECT request, LENGTH(answer) FROM {_KEPT} AND tenant = ? ORDER BY {order}"
+    for request, n_bytes in tx.rows(found, tenant):
         total += n_bytes
         if total > most:
             tx.do("DELETE FROM requests WHERE request = ?", request)

@@ -50,7 +50,7 @@ def append(tx: Transaction, adapter: str, request: str, what: protocol.What) -> 
     sql = "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1"
     ((number,),) = tx.rows(sql, adapter)
     if isinstance(what, protocol.SaveState):
-        what = protocol.SaveState(label=f"n{number}")
+        what = protocol.SaveState(label=f"n{number}", moments=what.moments)
     body, kind = None if isinstance(what, protocol.Pass) else requests.encode(what), ordering.kind_of(what)
     tx.insert("client_operations", adapter=adapter, number=number, request=request, what=body, kind=kind)
     tx.moved.add(adapter)
@@ -58,8 +58,10 @@ def append(tx: Transaction, adapter: str, request: str, what: protocol.What) -> 
 
 
 def load(tx: Transaction, tenant: str, action: requests.Load) -> protocol.LoadState:
-    """Raises RequestError where nothing is saved at the path."""
+    """Raises RequestError where nothing is saved at the path, or not the moments that it is to have."""
     state = tx.state(tenant, action.path)
+    if action.optimizer and not state.named:
+        raise RequestError("path", "a sampling session's state has no optimizer", "load its weights, or save by name")
     return protocol.LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
 
 
@@ -156,9 +158,9 @@ def _operations(tx: Transaction, model: Model, action: object) -> list[protocol.
     match action:
         case requests.Train(what=what):
             return [what]
-        case requests.Save(for_sampler=for_sampler, in_flight=in_flight):
-            kept: list[protocol.What] = [] if in_flight else [protocol.SaveState(label="")]  # `append` names it
-            return [*kept, protocol.Publish()] if for_sampler else kept
+        case requests.Save(for_sampler=for_sampler, in_flight=in_flight, name=name):
+            save = protocol.SaveState(label="", moments=name is not None)  # `append` gives the label
+            return [*([] if in_flight else [save]), *([protocol.Publish()] if for_sampler else [])]
         case requests.Load():
             try:
                 return [load(tx, model.tenant, action)]
@@ -242,8 +244,7 @@ def known(tx: Transaction, request: str, mark: str) -> bool:
     """Whether the request was taken before. Raises RequestError if that was another one."""
     row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
     if row is not None and row[0] != mark:
-        reason = "another request came with this number before"
-        raise RequestError("seq_id", reason, "use a new number for every request")
+        raise RequestError("seq_id", "another request came with this number before", "use a new one for every request")
     return row is not None
 
 

@@ -103,11 +103,11 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: protocol.Operati
             return stepped
         case protocol.LoadState() as request:
             return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
-        case protocol.SaveState(label=label):
+        case protocol.SaveState(label=label, moments=moments):
             if trainer.rank_0:
                 trainer.rank_0.clients_of(state.adapter).start(operation, state.version)
             with spans.span("checkpoint_copy"):
-                trainer.checkpointing.keep(state, controller_state(trainer, state), label)
+                trainer.checkpointing.keep(state, controller_state(trainer, state), label, moments=moments)
             return None
         case protocol.Publish():
             if trainer.publishing.newest(state.name) == state.version:

@@ -167,13 +167,15 @@ class Checkpointing:
             self.copy(adapter.name, whole=True)
         return save
 
-    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> CheckpointSave:
+    def keep(
+        self, state: TrainingState, controller: ControllerState, label: str, *, moments: bool = True
+    ) -> CheckpointSave:
         """Start the adapter's saved state ``label``, in place of what is there; without, a checkpoint.
 
         It is the adapter's save in progress.
         """
         adapter, optimizer = state.adapter, state.adapter.config.optimizer
-        tensors, copying = self._engine.copy_state(adapter.name)
+        tensors, copying = self._engine.copy_state(adapter.name, moments=moments)
         others = companions.states(self._engine, adapter)
         manifest = saved.Manifest(
             run=self._config.run.name,

@@ -117,13 +117,13 @@ class ToyEngine:
     def base_digest(self) -> str:
         return "toy"
 
-    def copy_state(self, adapter: str) -> tuple[AdapterState, Iterator[None]]:
+    def copy_state(self, adapter: str, *, moments: bool = True) -> tuple[AdapterState, Iterator[None]]:
         it = self.residents[adapter]
-        parts = {part: np.empty(VOCABULARY + self.padding, "<f4") for part in it.parts}
+        parts = {part: np.empty(VOCABULARY + self.padding, "<f4") for part in it.parts if moments or part == PARTS[0]}
 
         def copying() -> Iterator[None]:
-            for part, values in it.parts.items():
-                parts[part][:VOCABULARY] = values.numpy()
+            for part in parts:
+                parts[part][:VOCABULARY] = it.parts[part].numpy()
                 for at in range(VOCABULARY, len(parts[part]), SLICE_BYTES // 4):
                     parts[part][at : at + SLICE_BYTES // 4] = 0
                     yield

@@ -34,6 +34,7 @@ from areal_lora.engine.vllm_ext.compat.model_runner import runner_of
 from areal_lora.engine.vllm_ext.worker import channel
 from areal_lora.engine.vllm_ext.worker.lora_install import PlacedBlock, StackedSlotWriter, held_dtype, planned
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
+from areal_lora.platforms.device import synchronize
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging
 from areal_lora.processes.watched import reached
@@ -98,8 +99,7 @@ class MergedWeights:
             if any(part.name in self._touched for part in weight.parts):
                 weight.apply()
                 reached("server.weight_written")
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
+        synchronize(self.device)
         return []
 
     def retire(self, lora_ids: Sequence[int]) -> list[int]:

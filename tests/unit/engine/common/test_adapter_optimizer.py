@@ -137,6 +137,19 @@ def test_the_clock_is_that_of_every_weight() -> None:
     assert torch.equal(one.weights, other.weights)
 
 
+def test_a_copy_without_moments_has_the_weights_and_the_clock() -> None:
+    memory = memory_of()
+    whole = [GradientClass(start=0, end=memory.arena.size, groups=[])]
+    optimizer = AdapterOptimizer(OptimizerConfig(lr=0.1), memory, whole)
+    memory.grads.fill_(1.0)
+    optimizer.step(1.0, 0.1)
+    (state, copying), (other, rest) = (copy_state(memory, optimizer, {}, moments=kept) for kept in (True, False))
+    assert list(itertools.chain(copying, rest))
+    assert (state.parts.keys(), other.parts.keys()) == ({"weight", "exp_avg", "exp_avg_sq"}, {"weight"})
+    assert state.step == other.step == 1
+    assert state.parts["weight"].tobytes() == other.parts["weight"].tobytes()
+
+
 def test_spans_cover_the_memory_once() -> None:
     arena = memory_of().arena
     (whole,) = spans(arena, apart=False)

@@ -29,6 +29,7 @@ class Rank(nn.Module):
     def __init__(self, folder: Path, firsts: set[str], sent: dict[str, list[Tensor]]) -> None:
         super().__init__()
         self.folder, self.firsts, self.sent, self.read = folder, firsts, sent, list[str]()
+        self.events: list[str | torch.device] = []
         shape = read_shape(folder)
         layout = ParallelLayout.of(TrainerConfig(world_size=2), layers=shape.layers, experts=shape.experts)
         self.model = ShardedModel(shape=shape, layout=layout)
@@ -46,6 +47,7 @@ class Rank(nn.Module):
     def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broadcast(tensor: Tensor, *, group: str, group_src: int) -> None:
             assert group_src == 0
+            self.events.append("queued")
             if group in self.firsts:
                 self.sent[group].append(tensor.clone())
             else:
@@ -87,6 +89,20 @@ def test_only_the_first_rank_of_the_replicas_reads(tmp_path: Path, monkeypatch: 
     assert third.read == []
     for rank in (second, third):
         assert all(torch.equal(rank.values[name], values) for name, values in first.values.items())
+
+
+@pytest.mark.parametrize("firsts", [set[str](), {DENSE, EXPERTS}], ids=["reads nothing", "reads all"])
+def test_on_a_device_a_rank_waits_for_each_broadcast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firsts: set[str]
+) -> None:
+    """A limit of NCCL counts from when a broadcast is queued: it must not be that of the whole model."""
+    sent = {group: [] if firsts else [torch.zeros(1)] * 2 for group in (DENSE, EXPERTS)}
+    rank, device = Rank(save("qwen3_moe", tmp_path), firsts, sent), torch.device("meta")
+    rank.values = {name: values.to(device) for name, values in rank.values.items()}
+    module = SimpleNamespace(synchronize=rank.events.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    rank.load(monkeypatch)
+    assert rank.events == ["queued", device] * len(rank.values)
 
 
 def test_every_rank_finds_out_what_the_folder_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

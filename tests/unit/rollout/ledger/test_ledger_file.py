@@ -48,6 +48,21 @@ def test_a_full_disk_is_an_error_that_no_restart_repeats(tmp_path: Path) -> None
     assert ExitCode.DISK in NON_RETRYABLE
 
 
+def test_a_commit_does_not_write_the_trajectories_that_it_deletes(tmp_path: Path) -> None:
+    """The log of writes has the length of its longest transaction, which is that of one group: not of eight."""
+    file, book = open_ledger(tmp_path / "ledger.sqlite")
+    payload, groups = os.urandom(2 << 20), range(8)
+    for seq in groups:
+        book.run(book.issue(seq, 1), 0)
+        book.finish(seq, 0, 0, payload)
+        book.flush()
+    book.lease(groups, 0)
+    book.consume(0)
+    book.flush()
+    assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    assert (tmp_path / "ledger.sqlite-wal").stat().st_size < 3 * len(payload)
+
+
 def write_and_forget(path: Path) -> None:
     _, book = open_ledger(path)
     book.issue(0, 1)

@@ -15,7 +15,7 @@ from areal_lora.service.http import refusal
 from areal_lora.service.queue.client_sessions import AdapterRequest, expire, open_sampler, saved, set_ttl, unload
 from areal_lora.service.queue.ordering import GAP_S
 from areal_lora.service.queue.placement import DEAD_S, SILENT_S
-from areal_lora.service.queue.queue import SHARED_S
+from areal_lora.service.queue.queue import FORGET_S, SHARED_S
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.queue_store import Transaction
 from areal_lora.service.queue.queue_writer import UNUSED_S
@@ -285,6 +285,23 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
             assert refused.value.status == 410
             again = await it.model(load=Load(path=stored.path, optimizer=True))
             assert isinstance(await it.asked(again, 1, tokens(1, 2)), PassResult)
+
+    asyncio.run(run())
+
+
+def test_answers_are_looked_through_once_in_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = list[set[str]]()
+    monkeypatch.setattr("areal_lora.service.queue.queue_writer.forget", lambda tx, fetched: rounds.append(fetched))
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            for later_s, expected in ((0, 0), (FORGET_S / 2, 0), (FORGET_S / 2, 1), (0, 1), (-FORGET_S, 2)):
+                it.now_s += later_s
+                await it.queue.keep()
+                assert len(rounds) == expected
+            assert f"{model}:1" in rounds[0]
 
     asyncio.run(run())
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from msgspec import structs
 
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import (
@@ -155,6 +158,44 @@ def test_the_oldest_answers_of_a_tenant_leave_when_they_are_too_long_together() 
     assert kept == requests[-2:]
 
 
+def answered(ledger: Ledger, tenant: str, n_bytes: int, count: int, fetched: int) -> None:
+    """Answers of a tenant, a second apart; the first ``fetched`` of them have been."""
+    ledger.db.executemany(
+        "INSERT INTO requests (request, tenant, owner, seq, fingerprint, n_bytes, at_s, answer, answered_s, fetched_s)"
+        f" VALUES (?, '{tenant}', 'm', 0, 'f', 0, 0, ?, ?, ?)",
+        ((f"{tenant}{k}", bytes(n_bytes), ledger.now_s + k, 2000.0 if k < fetched else None) for k in range(count)),
+    )
+
+
+def test_only_tenants_above_their_quota_lose_answers_and_what_was_fetched_first() -> None:
+    it = World()
+    it.ledger.tables = replace(it.ledger.tables, quotas={"acme": structs.replace(QUOTA, queued_mib=1), "bolt": QUOTA})
+    for tenant in ("acme", "bolt"):
+        answered(it.ledger, tenant, 300 << 10, 6, fetched=3)
+    it.forget()
+    kept = it.ledger.db.execute("SELECT request FROM requests WHERE owner = 'm' ORDER BY 1").fetchall()
+    assert [row[0] for row in kept] == ["acme3", "acme4", "acme5", *(f"bolt{k}" for k in range(6))]
+
+
+def test_one_round_reads_the_answers_once_whatever_the_number_of_tenants() -> None:
+    def steps(tenants: int) -> int:
+        """Steps of SQLite's machine, in hundreds."""
+        ledger, count = Ledger(), 0
+        answered(ledger, "acme", 10, 2000, fetched=2000)
+        ledger.tables = replace(ledger.tables, quotas={"acme": QUOTA} | {f"t{n}": QUOTA for n in range(tenants)})
+
+        def step() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        ledger.db.set_progress_handler(step, 100)
+        ledger.change(lambda tx: queue_writer.forget(tx, set()))
+        return count
+
+    assert steps(100) < 2 * steps(1)
+
+
 def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     it = World()
     it.submit(Save(for_sampler=True, sampler_seq=0))
@@ -181,6 +222,42 @@ def test_states_of_sampling_sessions_expire_and_named_ones_stay() -> None:
     assert it.ledger.change(queue_writer.drop_states) == []
     dropped = it.ledger.change(lambda tx: to_send(tx, it.adapter, it.number + 1))
     assert sorted(type(operation.what).__name__ for operation in dropped) == ["DropState", "DropState"]
+
+
+def test_of_the_states_of_sampling_sessions_a_model_keeps_the_newest_and_those_that_are_sampled() -> None:
+    """A program that opens one at each step: every minute, with no end in sight, and one for ten years each."""
+    it = World()
+    session, begin = it.model.partition(":")[0], it.ledger.now_s
+
+    def save(seq: int) -> None:
+        it.ledger.now_s += 60
+        it.submit(Save(for_sampler=True, sampler_seq=seq, ttl_s=None if seq % 2 else 3e8))
+        it.done(KEPT, PublishResult(version=0))
+
+    def kept(**used_s: float) -> list[int]:
+        """Numbers of the sessions, after a round of upkeep. ``used_s``: by number, when one was sampled last."""
+        paths = dict(it.ledger.db.execute("SELECT sampler, path FROM samplers"))
+        used = {paths[f"{session}:sample:{seq[1:]}"]: at for seq, at in used_s.items()}
+        it.ledger.change(lambda tx: queue_writer.expire_states(tx, used, begin))
+        names = [name for (name,) in it.ledger.db.execute("SELECT sampler FROM samplers")]
+        assert it.count("saved_states WHERE named = 0") == len(names)
+        return sorted(int(name.rpartition(":")[2]) for name in names)
+
+    for seq in range(7):
+        save(seq)
+    it.submit(Save(name="named"))
+    it.done(KEPT)
+    for seq in range(7, 12):
+        save(seq)
+    one, two = (f"{session}:sample:{seq}" for seq in (1, 2))
+    it.ledger.change(lambda tx: client_sessions.keep_sample(tx, "acme", two, "slow", "print", b"body"))
+    assert kept(s1=it.ledger.now_s - 10) == [1, 2, *range(4, 12)], "those that no one samples are dropped"
+    assert it.count("saved_states WHERE named = 1") == 1
+    it.ledger.change(lambda tx: client_sessions.drop_samples(tx, ["slow"]))
+    it.ledger.now_s += queue_writer.OVERTAKEN_S
+    assert kept() == [*range(4, 12)]
+    with pytest.raises(RequestError, match=r"not sampled for long \(fix: save the weights again"):
+        it.ledger.change(lambda tx: served(tx, "acme", one, None))
 
 
 def test_a_snapshot_that_could_not_be_loaded_leaves_and_the_next_one_is_made_anew() -> None:

@@ -22,6 +22,7 @@ from areal_lora.operations.protocol import (
     Backlog,
     Durable,
     Expects,
+    LoadState,
     Loss,
     LossSettings,
     Operation,
@@ -32,6 +33,8 @@ from areal_lora.operations.protocol import (
     Pass,
     PassResult,
     Poison,
+    Publish,
+    PublishResult,
     SaveState,
     ServiceHello,
     StateResult,
@@ -42,7 +45,7 @@ from areal_lora.operations.protocol import (
 )
 from areal_lora.service.queue.ordering import AHEAD, GAP_S
 from areal_lora.service.queue.queue_writer import seal
-from areal_lora.service.queue.requests import Answer, ModelAction, Pending, Save, Train
+from areal_lora.service.queue.requests import Answer, Load, ModelAction, Pending, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
 from tests.support.service.ledger import QUOTA, Ledger
 from tests.support.sizes import NIGHTLY, size
@@ -366,6 +369,33 @@ def test_at_most_so_many_are_ahead_of_the_outcomes() -> None:
     assert due(AHEAD + 1) == [AHEAD + 1, AHEAD + 2]
     assert due(1) == [*range(1, AHEAD + 1)], "a restarted trainer repeats what has outcomes, as many at a time"
     assert due(3) == [*range(3, AHEAD + 3)]
+
+
+def test_only_states_with_a_name_have_moments() -> None:
+    """Also the state of a sampling session has them where an earlier version of the service logged its save."""
+    ledger = Ledger()
+    model, adapter = ledger.model()
+    sampler = Save(for_sampler=True, sampler_seq=0)
+    for seq, action in enumerate((Save(name="one"), Save(for_sampler=True, name="two"), sampler), 1):
+        ledger.change(lambda tx, seq=seq, action=action: submit(tx, "acme", model, seq, "f", action))
+    sent = [each.what for each in ledger.change(lambda tx: to_send(tx, adapter, 1))]
+    states = SaveState(label="n1"), SaveState(label="n2"), SaveState(label="n4", moments=False)
+    assert sent == [states[0], states[1], Publish(), states[2], Publish()]
+    kept = StateResult(step=1, n_bytes=9)
+    for number, what in enumerate(sent, 1):
+        outcome = PublishResult(version=0) if isinstance(what, Publish) else kept
+        ledger.change(lambda tx, number=number, outcome=outcome: completed(tx, adapter, number, outcome))
+    path = f"tinker://{model}/sampler_weights/.4"
+    for seq, optimizer in ((4, True), (5, False)):
+        action = Load(path=path, optimizer=optimizer)
+        ledger.change(lambda tx, seq=seq, action=action: submit(tx, "acme", model, seq, "f", action))
+    refused, bare = (each.what for each in ledger.change(lambda tx: to_send(tx, adapter, 6)))
+    assert isinstance(refused, Poison)
+    assert "has no optimizer (fix: load its weights, or save by name)" in refused.reason
+    assert bare == LoadState(adapter=adapter, label="n4", optimizer=False)
+    logged = msgspec.msgpack.encode({"type": "SaveState", "label": "n4"})
+    ledger.db.execute("UPDATE client_operations SET what = ? WHERE number = 4", (logged,))
+    assert ledger.change(lambda tx: to_send(tx, adapter, 4))[0].what == SaveState(label="n4", moments=True)
 
 
 def tick(it: Exchange, service_first: bool) -> bool:

@@ -282,6 +282,20 @@ def test_a_step_that_cannot_be_taken_ends_its_window_alone(side: Side, poison: P
     assert side.client.durable("a.1") == [2, 4], "what fails has a checkpoint as well"
 
 
+def test_a_state_without_moments_has_a_third_of_the_bytes_and_starts_another_adapter(side: Side) -> None:
+    saves = SaveState(label="whole"), SaveState(label="bare", moments=False)
+    whole, bare = side.client.do("a.1", SFT, STEP, *saves)[2:]
+    found = read_files([side.folder.saved_state("a.1", "bare") / "rank-0000.safetensors"])
+    assert (whole.step, bare.step, found["exp_avg"], found["exp_avg_sq"]) == (1, 1, {}, {})
+    weights, _ = by_hand([[[(9, 1.0), (12, 0.5), (7, 2.0), (17, 1.0)]]])
+    np.testing.assert_allclose(found["weight"]["logits.weight"], weights, atol=1e-5)
+    assert whole.n_bytes - bare.n_bytes >= 2 * 4 * VOCABULARY
+    loaded, published = side.client.do("b.1", LoadState(adapter="a.1", label="bare", optimizer=False), Publish())
+    assert (loaded.step, published) == (0, PublishResult(version=1))
+    first, second = (side.engine.residents[name].parts["weight"] for name in ("a.1", "b.1"))
+    assert first.equal(second)
+
+
 def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) -> None:
     """With path, reason and fix; weights, checkpoints and the state before it stay."""
     side.client.do("a.1", SFT, STEP, SaveState(label="first"))

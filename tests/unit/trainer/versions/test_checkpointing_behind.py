@@ -69,7 +69,7 @@ class Trainer:
             committed=lambda ref: self.committed.append(ref.version),
         )
         engine: Any = SimpleNamespace(
-            copy_state=lambda name: (state_of(self.state.version, 0), iter(())),
+            copy_state=lambda name, moments: (state_of(self.state.version, 0), iter(())),
             base_digest=lambda: "base",
             device=torch.device("cpu"),
         )

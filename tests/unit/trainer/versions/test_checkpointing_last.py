@@ -55,7 +55,7 @@ class Trainer:
             store=store, config=self.config.checkpoint, committed=lambda ref: self.log.append(f"commit {ref}")
         )
         self.engine: Any = SimpleNamespace(
-            copy_state=lambda name: (state_of(STEPS, 0), iter(())),
+            copy_state=lambda name, moments: (state_of(STEPS, 0), iter(())),
             base_digest=lambda: "base",
             device=torch.device("cpu"),
         )
