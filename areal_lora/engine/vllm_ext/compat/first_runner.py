@@ -14,6 +14,7 @@ SCORE_TEMPERATURE = "areal_lora_score_temperature"
 """Key in ``SamplingParams.extra_args``: the temperature of the log-probabilities of a prompt."""
 KEPT = "areal_lora_kept"
 """Key in ``SamplingParams.extra_args``: what ``top_k``, ``top_p`` and ``min_p`` leave out has no log-probability."""
+CHUNK = 1024  # tokens of a prompt whose logits are in memory at once, as in the second runner
 
 
 class FirstRunner:
@@ -76,21 +77,21 @@ class FirstRunner:
             return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)
 
         def scores(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-            requested = runner.num_prompt_logprobs
-            groups: dict[float, dict[str, int]] = {}
-            for request, n in requested.items():
-                temperature = extra_args(runner.requests[request].sampling_params).get(SCORE_TEMPERATURE, 1.0)
-                groups.setdefault(float(temperature), {})[request] = n
-            found: dict[str, Any] = {}
+            requested, found = runner.num_prompt_logprobs, dict[str, Any]()
             try:
-                for temperature, group in groups.items():
-                    runner.num_prompt_logprobs = group
-                    runner.sampler.compute_logprobs = partial(tempered, temperature)
-                    found |= plain(hidden_states, num_scheduled_tokens)
+                for request, n in [*requested.items()]:
+                    state, left = runner.requests[request], num_scheduled_tokens.get(request, 0)
+                    computed, runner.num_prompt_logprobs = state.num_computed_tokens, {request: n}
+                    temperature = extra_args(state.sampling_params).get(SCORE_TEMPERATURE, 1.0)
+                    runner.sampler.compute_logprobs = partial(tempered, float(temperature))
+                    for at in range(0, left, CHUNK):
+                        state.num_computed_tokens = computed + at
+                        found |= plain(hidden_states[at:], {request: min(CHUNK, left - at)})
+                    state.num_computed_tokens = computed
+                    if not runner.num_prompt_logprobs:
+                        del requested[request]  # vLLM has removed it: its whole prompt is scored
             finally:
                 runner.num_prompt_logprobs, runner.sampler.compute_logprobs = requested, Sampler.compute_logprobs
-            for request in requested.keys() - {r for group in groups.values() for r in group}:
-                del requested[request]  # vLLM has removed it from its group: its whole prompt is scored
             return found
 
         runner._get_prompt_logprobs_dict = scores
