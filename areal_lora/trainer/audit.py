@@ -38,7 +38,8 @@ from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.messages import ServerEndpoint
 
 SEQUENCES = 4  # of each batch
-MAX_TOKENS = 1024  # of a sequence, from its beginning; a server computes logits for all of them at once
+COMPARED = 1024  # sampled tokens of a sequence
+SCORED = 4096  # tokens of a batch that a server computes; beyond them `FEWEST` sequences are enough
 FEWEST = 2  # sequences: a single one may have crossed a tie between experts, which rounding decides
 QUIET_STEPS = 10  # steps without a comparison before a warning
 
@@ -51,11 +52,11 @@ Score = Callable[[AdapterRef | None, list[list[int]]], list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
+    """The beginning of sequence number ``sequence``, up to the last of the tokens to compare, sampled by ``ref``.
 
     ``start`` is its first token in the batch, ``at`` are the positions of those tokens from there, ``exact`` of those
     that ``ref`` sampled alone, ``recorded`` [T] the sampler's log-probabilities in the whole distribution (0
-    elsewhere), ``kept`` [T] those over the kept ids.
+    elsewhere), ``kept`` [T] those over the kept ids. ``mixed``: it has tokens of other versions, too.
     """
 
     sequence: int
@@ -64,6 +65,7 @@ class Excerpt:
     token_ids: list[int]  # [T]
     at: list[int]
     exact: list[int]
+    mixed: bool
     recorded: list[float]  # [T]
     kept: list[float]  # [T]
 
@@ -102,32 +104,35 @@ class Audit:
 
 
 def choose(
-    batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS, kept_caches: bool = False
+    batch: TrainBatch, name: str, seed: int, max_tokens: int | None = None, kept_caches: bool = False
 ) -> list[Excerpt]:
     """Choose excerpts of `SEQUENCES` sequences, one per version in each; deterministic in batch and ``seed``.
 
+    `COMPARED` sampled tokens in a row are compared, anywhere in the first ``max_tokens`` of a sequence. Beyond `SCORED`
+    tokens in all excerpts `FEWEST` sequences are enough.
     ``kept_caches``: tokens after a change of version in their answer are of several versions.
     """
     bounds = batch.cu_seqlens.tolist()
     whole = batch.rollout_logprobs if batch.log_mass is None else batch.rollout_logprobs + batch.log_mass
-    order = random.Random(seed).sample(range(batch.n_sequences), batch.n_sequences)
-    found: list[Excerpt] = []
-    left = SEQUENCES
-    for sequence in order:
-        start, end = bounds[sequence], min(bounds[sequence + 1], bounds[sequence] + max_tokens)
-        versions = batch.versions[start:end].tolist()
-        mask = batch.loss_mask[start:end].tolist()
-        tokens, recorded = batch.token_ids[start:end].tolist(), whole[start:end].tolist()
-        kept = batch.rollout_logprobs[start:end].tolist()
-        mixed = after_change(batch.versions[start:end], batch.loss_mask[start:end]).tolist()
-        for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
-            at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
+    draw, found, chosen, scored = random.Random(seed), list[Excerpt](), 0, 0
+    for sequence in draw.sample(range(batch.n_sequences), batch.n_sequences):
+        start = bounds[sequence]
+        its = slice(start, min(bounds[sequence + 1], start + (max_tokens or batch.n_tokens)))
+        versions, sampled = batch.versions[its].tolist(), batch.loss_mask[its].nonzero().flatten().tolist()
+        tokens, recorded, kept = (x[its].tolist() for x in (batch.token_ids, whole, batch.rollout_logprobs))
+        changed = after_change(batch.versions[its], batch.loss_mask[its]).tolist()
+        first = draw.randrange(max(1, len(sampled) - COMPARED + 1))
+        run = sampled[first : first + COMPARED]
+        for version in sorted({versions[t] for t in run}):
+            at = [t for t in run if versions[t] == version]
             ref, end = AdapterRef(name=name, version=version), at[-1] + 1
-            its = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end], "kept": kept[:end]}
-            exact = [t for t in at if not (kept_caches and mixed[t])]
-            found.append(Excerpt(sequence=sequence, ref=ref, at=at, exact=exact, **its))
-        left -= any(mask)
-        if not left:
+            own = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end], "kept": kept[:end]}
+            exact = [t for t in at if not (kept_caches and changed[t])]
+            mixed = any(versions[t] != version for t in sampled if t < end)
+            found.append(Excerpt(sequence=sequence, ref=ref, at=at, exact=exact, mixed=mixed, **own))
+            scored += end
+        chosen += bool(run)
+        if chosen == SEQUENCES or (chosen >= FEWEST and scored >= SCORED):
             break
     return found
 
@@ -210,7 +215,7 @@ def rescore(
     return AuditedTokens(
         version=current.version,
         at=[excerpt.start + t for excerpt, _ in compared for t in excerpt.at],
-        fresh=[excerpt.sequence not in older for excerpt, _ in compared for _ in excerpt.at],
+        fresh=[excerpt.ref == current and not excerpt.mixed for excerpt, _ in compared for _ in excerpt.at],
         causes=base,
         scores=ServerScores(
             recorded=recorded,
@@ -273,7 +278,7 @@ class Auditor:
         self, secret: str, limit: float, timeout_s: float, max_model_len: int, kept_caches: bool = False
     ) -> None:
         self._secret, self._limit, self._timeout_s, self._kept_caches = secret, limit, timeout_s, kept_caches
-        self._max_tokens = min(MAX_TOKENS, max_model_len - 1)
+        self._max_tokens = max_model_len - 1
         self._servers: tuple[ServerEndpoint, ...] = ()  # of the newest version
         self._active: dict[str, int] = {}
         self._changed, self._closed = threading.Condition(), False
