@@ -125,20 +125,11 @@ def choose(
         run = sampled[first : first + COMPARED]
         for version in sorted({versions[t] for t in run}):
             at = [t for t in run if versions[t] == version]
-            end = at[-1] + 1
-            found.append(
-                Excerpt(
-                    sequence=sequence,
-                    start=start,
-                    ref=AdapterRef(name=name, version=version),
-                    token_ids=tokens[:end],
-                    at=at,
-                    exact=[t for t in at if not (kept_caches and changed[t])],
-                    mixed=any(versions[t] != version for t in sampled if t < end),
-                    recorded=recorded[:end],
-                    kept=kept[:end],
-                )
-            )
+            ref, end = AdapterRef(name=name, version=version), at[-1] + 1
+            own = {"start": start, "token_ids": tokens[:end], "recorded": recorded[:end], "kept": kept[:end]}
+            exact = [t for t in at if not (kept_caches and changed[t])]
+            mixed = any(versions[t] != version for t in sampled if t < end)
+            found.append(Excerpt(sequence=sequence, ref=ref, at=at, exact=exact, mixed=mixed, **own))
             scored += end
         chosen += bool(run)
         if chosen == SEQUENCES or (chosen >= FEWEST and scored >= SCORED):
