@@ -96,7 +96,7 @@ def carry_out(
     with contained(trainer, state):
         match work:
             case w.TrainOn(batch=packed):
-                wanted, rank = trainer.config.run.profile, trainer.control.rank
+                wanted, rank = trainer.config.run.profile or (), trainer.control.rank
                 with profiled(wanted, trainer.run_folder.profile, state.name, state.version + 1, rank):
                     train_step(trainer, state, packed)
             case w.Finish():

@@ -203,7 +203,7 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
 def profiled_steps(config: Config, facts: Facts) -> Iterator[Finding]:
     """An adapter of a client has no number of steps; those that join bring theirs."""
     last = max((adapter.steps or config.run.steps for adapter in config.adapters), default=0)
-    if config.service is None and (latest := max(config.run.profile, default=0)) > last:
+    if config.service is None and (latest := max(config.run.profile or (), default=0)) > last:
         yield Finding("run.profile", f"{latest} is after the last step, {last}", f"give steps from 1 to {last}")
 
 

@@ -34,7 +34,7 @@ class RunConfig(Section):
     stuck: the stacks are written and it is restarted."""
     keep_rollouts_mib: NonNegInt = 1024
     """Largest size of `rollouts/`, which has every rollout; the oldest are removed. 0: none."""
-    profile: list[PositiveInt] = Field([])
+    profile: list[PositiveInt] | None = None
     """Steps of each adapter, from 1, of which trainer rank 0 writes traces of torch's profiler to `profile/`."""
     trackers: list[TrackerName] = Field([])
     """Where the run is sent, each by its own process; the files for `tensorboard` are always written."""
