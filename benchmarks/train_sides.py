@@ -28,7 +28,7 @@ from areal_lora.algorithms.losses import policy_loss
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import select
-from areal_lora.engine.base import LossFn, LossSums, MicroBatch
+from areal_lora.engine.base import EPS, LossFn, LossSums, MicroBatch
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.targets import resolve
 from areal_lora.types import TrainBatch
@@ -116,7 +116,7 @@ class Peft:
                 set_adapter(module, name, adapter.rank)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         betas, self._max_norm = (optimizer.betas[0], optimizer.betas[1]), optimizer.max_grad_norm or math.inf
-        self._adam = torch.optim.Adam(self._parameters, lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True)
+        self._adam = torch.optim.Adam(self._parameters, lr=optimizer.lr, betas=betas, eps=EPS, fused=True)
         self._budget = config.trainer.max_tokens_per_microbatch
         self._loss = make_loss(adapter)
 

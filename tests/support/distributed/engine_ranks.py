@@ -18,6 +18,7 @@ from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
 from areal_lora.data.collate import OF_HELD, split_minibatches
 from areal_lora.data.packed_groups import shared_starts
+from areal_lora.engine import base
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.arena import Range
@@ -43,8 +44,8 @@ from tests.support.sizes import size
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EPS = 1.0
-"""Adam's eps. The first step is then g / (|g| + 1): it tells sizes of gradients, not only signs."""
-OPTIMIZER = OptimizerConfig(lr=0.05, max_grad_norm=1e9, eps=EPS)
+"""Adam's eps in `exercise_all`. The first step is then g / (|g| + 1): it tells sizes of gradients, not only signs."""
+OPTIMIZER = OptimizerConfig(lr=0.05, max_grad_norm=1e9)
 CLIPPED = 0.5
 DENOMINATOR = 50.0
 TEMPERATURE = 0.7
@@ -494,6 +495,7 @@ def exercise_all(
 ) -> dict[str, Any]:
     """Several layouts of one world in the same processes; other adapters are in those of the names ``neighbours``."""
     results: dict[str, Any] = {}
+    base.EPS = EPS
     for case in cases:
         results[case.name] = exercise(paths[case.model], case, wires[case.kind], case.name in neighbours)
         forget_layout()
@@ -589,6 +591,7 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
 def fitted(engine: AdapterEngine, path: str, case: Case) -> list[float | None]:
     """Explained variance of a new critic's values, before and after 40 steps towards one return per sequence."""
     spec = replace(make_spec("critic", path, case), value_head=True)
+    base.EPS = 1e-8
     engine.add_adapter(spec, OptimizerConfig(lr=0.01), seed=3)
     batch = make_batch(make_rows()[:9])
     returns = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]).repeat_interleave(batch.cu_seqlens.diff())

@@ -40,7 +40,7 @@ SHORT = {
     "processes/watched.py:watched_thread": "the mechanism itself",
     "processes/watched.py:watched_task": "the mechanism itself",
     "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the leader waits for its Future",
-    "weight_sync/trainer/fleet.py:Fleet._silent": "one round of pings; the caller waits for their Futures",
+    "weight_sync/trainer/fleet.py:Fleet._ping_all": "one round of pings; the caller waits for their Futures",
     "weight_sync/server/receiver.py:AdapterReceiver.join": "the groups of one request; it waits for their Futures",
     "weight_sync/link/broadcast_groups.py:start_leaving": "one group each; close_all waits for their ends",
     "launcher/simulation/simulate.py:_World.outcome": "a simulated controller's leases in a TaskGroup that is awaited",

@@ -45,6 +45,8 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
     for step in range(6):
         run.activate(step)
         batch = run.batch(step)
+        if step < 5:  # else a controller that stands still for a moment samples all groups by the next version
+            wait_until(lambda: run.stats(NAME).ready > 0, what="a group of the next batch")
         events += batch.events
         assert len(batch.groups) == 4
         for group in batch.groups:
