@@ -6,7 +6,8 @@ or what the configuration has instead.
 
 transformers 5 has the experts of a layer as two parameters, ``gate_up_proj`` and ``down_proj``. peft turns an adapter
 of single experts into one of these parameters when it loads it, with twice the rank for gate and up, and looks for
-their numbers under their own names. So patterns of such modules are written a second time, for these names.
+their numbers under their own names. So patterns of such modules are written a second time, for these names: one for
+each number, since readers try all of them for every module.
 """
 
 import json
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,7 @@ from areal_lora.families.safetensors_head import head_of
 from areal_lora.run_folder.paths import sync_folder, write_file
 from areal_lora.types import AdapterSpec
 
-_EXPERT = re.compile(r"(layers\.\d+\.).*\.experts\.0\.[^.]+$")
+_EXPERT = re.compile(r"layers\.(\d+)\..*\.experts\.0\.[^.]+$")
 
 
 def peft_config(
@@ -59,23 +61,31 @@ def peft_config(
     }
 
 
-def _fused_patterns(spec: AdapterSpec, names: Iterable[str]) -> tuple[dict[str, int], dict[str, float]]:
+def _fused_patterns(spec: AdapterSpec, names: Iterable[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Ranks and alphas of fused expert parameters that differ from those that peft would derive."""
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
+    ranks: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    alphas: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for module in sorted({peft_folder.module_of(name) for name in names}):
         found, target = _EXPERT.search(module), target_of(module)
         if found is None or target is None or target[1] is not Scope.EXPERT:
             continue
         fused, parts = ("gate_up_proj", 2) if target[0] == "linear_fc1" else ("down_proj", 1)
-        path = re.escape(f"{found[1]}mlp.experts.{fused}")
-        rank = parts * spec.rank_of(module)
+        ranks[fused, parts][found[1]] = rank = parts * spec.rank_of(module)
         alpha = spec.scale_of(module) * (math.sqrt(rank) if spec.rslora else rank)
-        if rank != parts * spec.rank:
-            ranks[path] = rank
-        if not math.isclose(alpha, parts * spec.alpha):
-            alphas[path] = _number(alpha)
-    return ranks, alphas
+        alphas[fused, parts][found[1]] = _number(alpha)
+    return _patterns(ranks, spec.rank), _patterns(alphas, spec.alpha)
+
+
+def _patterns(numbers: Mapping[tuple[str, int], Mapping[str, float]], default: float) -> dict[str, float]:
+    """One pattern for each number of (parameter, parts) by layer that is not that of the parts."""
+    patterns: dict[str, float] = {}
+    for (fused, parts), by_layer in numbers.items():
+        for number in dict.fromkeys(by_layer.values()):
+            layers = sorted((layer for layer, other in by_layer.items() if other == number), key=int)
+            where = "" if len(layers) == len(by_layer) else rf"layers\.({'|'.join(layers)})\."
+            if not math.isclose(number, parts * default):
+                patterns[rf"{where}mlp\.experts\.{fused}"] = number
+    return patterns
 
 
 def _number(value: float) -> float:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from areal_lora.algorithms.merging import FLOATS, CastLoss, adapted_weights, merged
 from areal_lora.checkpoint.adapter_io import DTYPES, new_folder
-from areal_lora.config.recorded import INDEX_FILE, WEIGHT_FILE, wanted
+from areal_lora.config.recorded import wanted
 from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
 from areal_lora.families.peft_folder import misfits, module_of
-from areal_lora.families.safetensors_head import Entry, head_of, read_head
+from areal_lora.families.safetensors_head import INDEX_FILE, WEIGHT_FILE, Entry, head_of, read_head, weight_files
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 
@@ -60,7 +60,8 @@ def write_merged(
     """
     if out.exists():
         raise ConfigError(str(out), "it exists", "name a folder that does not")
-    files = _files(base)
+    if not (files := weight_files(base)):
+        raise ConfigError(str(base), f"it has no {WEIGHT_FILE}", "name the folder of the base model")
     heads = {file: _head(base / file) for file in files}
     names = {name for head in heads.values() for name in head}
     if absent := sorted(adapted_weights(adapter) - names):
@@ -77,18 +78,6 @@ def write_merged(
             nbytes += _write(scratch / file, heads[file], stream, dtype)
         _copy_rest(base, scratch, dtype, nbytes)
     return MergeReport(weights=len(adapted_weights(adapter)), nbytes=nbytes, dtype=dtype, bfloat16=loss)
-
-
-def _files(base: Path) -> list[str]:
-    try:
-        index = json.loads((base / INDEX_FILE).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
-    except FileNotFoundError:
-        if not (base / WEIGHT_FILE).is_file():
-            raise ConfigError(str(base), f"it has no {WEIGHT_FILE}", "name the folder of the base model") from None
-        return [WEIGHT_FILE]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(str(base / INDEX_FILE), f"it is no index of tensors: {error!r}") from None
 
 
 def _head(file: Path) -> dict[str, Entry]:

@@ -194,7 +194,7 @@ def _chat_template(model: models.ModelConfig) -> bool | None:
 
 def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
     if hf_config is not None and hf_config.get("model_type") not in supported():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, ConfigError):
             return read_checkpoint(Path(model.folder))
     return None
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from areal_lora.config.load import Origin, to_config_errors, tracked
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
+from areal_lora.families.safetensors_head import INDEX_FILE, WEIGHT_FILE
 from areal_lora.run_folder.paths import DesiredAdapter, RunFolder, read_desired, write_file
 from areal_lora.types import AdapterSpec
 
@@ -99,8 +100,6 @@ def with_joined(config: Config, run_folder: RunFolder) -> Config:
     return config.model_copy(update={"adapters": adapters})
 
 
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHT_FILE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A tokenizer needs one of these files."""
 _WANTED = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHT_FILE, "model-*.safetensors")

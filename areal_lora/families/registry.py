@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Attention, Experts, Family, GatedMlp, Scope
-from areal_lora.families.safetensors_head import read_head
+from areal_lora.families.safetensors_head import read_head, weight_files
 
 TABLE = (
     # Layers of mlp_only_layers, or those that decoder_sparse_step leaves out, keep the dense MLP.
@@ -276,10 +276,10 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Read the headers of all safetensors files; None where there are none. Raises OSError, ValueError."""
+    """Read the headers of the weight files; None where there are none. Raises OSError, ValueError, ConfigError."""
     tensors: dict[str, Shape] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
+    for file in weight_files(folder):
+        with (folder / file).open("rb") as opened:
             tensors |= {name: tuple(entry.shape) for name, entry in read_head(opened)[0].items()}
     return derive(tensors) if tensors else None
 

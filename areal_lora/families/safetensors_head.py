@@ -1,13 +1,42 @@
-"""The head of a safetensors file: names, shapes and places of its tensors. This module imports no torch.
+"""The safetensors files of a model folder, and their heads: names, shapes and places of tensors. It imports no torch.
 
 The library writes tensors that are all in memory; checkpoints and exports are written piece by piece (`Disk`,
 `peft_writer`, `write_merged`), behind the head that the library would write.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+
+from areal_lora.errors import ConfigError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILE = "model.safetensors"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The files of the model's weights: those of its index, else ``model.safetensors``, else all; sorted.
+
+    Published folders hold the same weights under other names too (Mistral's ``consolidated.safetensors``). Raises
+    ConfigError for an index that is none, or that names a file which is not there.
+    """
+    index, fix = folder / INDEX_FILE, "give the whole folder of the model"
+    try:
+        files = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except FileNotFoundError:
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        return [WEIGHT_FILE] if WEIGHT_FILE in found else found
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ConfigError(str(index), f"it is no index of tensors: {error}", fix) from None
+    if absent := [file for file in files if not (folder / file).is_file()]:
+        raise ConfigError(str(index), f"it names {absent[0]}, which is not there", fix)
+    return files
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ import numpy as np
 
 from areal_lora.errors import AdapterError, ManifestError, RefusalReason
 from areal_lora.families.peft_folder import FILE_PREFIX
+from areal_lora.families.safetensors_head import weight_files
 from areal_lora.network.tls import derived_key
 from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.kernels import ITEM_BYTES, N_KEYS, multipliers
@@ -278,20 +279,21 @@ SAMPLES_PER_FILE = 32
 
 
 def base_digest(model_path: str | os.PathLike[str]) -> str:
-    """Identity of a frozen base: ``config.json`` and every ``*.safetensors`` file of a Hugging Face folder.
+    """Identity of a frozen base: ``config.json`` and the weight files of a Hugging Face folder.
 
     File names, sizes, headers and contents count; above ``FULL_HASH_LIMIT_BYTES`` in total the contents are sampled in
-    evenly spaced blocks. Cached while sizes and modification times stay. Raises AdapterError for no checkpoint.
+    evenly spaced blocks. Cached while sizes and modification times stay. Raises AdapterError for no checkpoint,
+    ConfigError for one that is not whole.
     """
     folder = Path(model_path)
     config = folder / "config.json"
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not config.is_file() or not files:
         raise AdapterError(
             f"{folder}: no config.json with *.safetensors files, so the base cannot be identified; "
             "give the folder of a Hugging Face checkpoint saved as safetensors"
         )
-    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in [config, *files])
+    stats = tuple((name, (stat := (folder / name).stat()).st_size, stat.st_mtime_ns) for name in [config.name, *files])
     return _folder_digest(str(folder.resolve()), stats)
 
 

@@ -12,7 +12,7 @@ from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.peft_folder import PeftFolder, misfits
-from areal_lora.families.registry import kind_of, linears, target_of
+from areal_lora.families.registry import kind_of, path_of, target_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import MOST_KEPT, ExpertLayout
 
@@ -268,7 +268,7 @@ def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
         return
     differ = _experts(adapter, folder)
     # Experts that differ in a shared_outer adapter count as ranks of one lora_A: the same mistake.
-    small = None if differ and adapter.expert_layout is ExpertLayout.SHARED_OUTER else _rank(adapter, folder)
+    small = None if differ and adapter.expert_layout is ExpertLayout.SHARED_OUTER else _rank(adapter, folder, shape)
     yield from (finding for finding in (differ, small) if finding is not None)
 
 
@@ -290,7 +290,7 @@ def _modules(adapter: AdapterConfig, folder: PeftFolder, shape: ModelShape) -> F
     extra, absent = misfits(folder.modules, wanted)
     if extra:
         reason = f"{source} adapts {kind_of(extra[0])}, which is not among them"
-        return Finding("target_modules", reason, f"name {linears()[extra[0].rpartition('.')[2]]} too")
+        return Finding("target_modules", reason, f"name {_layer(extra[0], shape)} too")
     if absent:
         reason = f"{source} adapts {kind_of(absent[0])} but not {absent[0]}"
         return Finding("init_from", reason, "give an adapter of all layers and experts")
@@ -304,7 +304,7 @@ def _experts(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
     firsts: dict[str, str] = {}
     for name in sorted(folder.digests):
         layer, sep, expert = name.partition(".experts.")
-        if not sep or (outer and not (name.endswith(".lora_B.weight") and _linear(name) == "linear_fc2")):
+        if not sep or (outer and target_of(name.removesuffix(".lora_B.weight")) != ("linear_fc2", Scope.EXPERT)):
             continue  # different lora_A of gate and up are stacked, see `_distinct`
         first = firsts.setdefault(f"{layer}.{expert.partition('.')[2]}", name)
         if folder.digests[first] != folder.digests[name]:
@@ -313,9 +313,9 @@ def _experts(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
     return None
 
 
-def _rank(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
+def _rank(adapter: AdapterConfig, folder: PeftFolder, shape: ModelShape) -> Finding | None:
     spec = adapter.spec("")
-    for module, ranks in _distinct(folder, adapter.expert_layout).items():
+    for module, ranks in _distinct(folder, adapter.expert_layout, shape).items():
         if sum(ranks) > (room := spec.rank_of(module)):
             layers = f" and Megatron's fused layers hold {len(ranks)} of its lora_A" if len(ranks) > 1 else ""
             reason = f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}"
@@ -324,21 +324,22 @@ def _rank(adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
     return None
 
 
-def _linear(tensor: str) -> str:
-    found = target_of(tensor.rpartition(".lora_")[0])
-    return found[0] if found else ""
+def _layer(module: str, shape: ModelShape) -> str:
+    """The target that has ``module``: without a row, only routed experts are fused. Empty for no projection."""
+    found = target_of(module)
+    alone = shape.checkpoint is not None and (found is None or found[1] is not Scope.EXPERT)
+    return (path_of(module) or "") if alone else found[0] if found else ""
 
 
-def _distinct(folder: PeftFolder, layout: ExpertLayout) -> dict[str, list[int]]:
-    """The ranks of the different lora_A that each of Megatron's layers would have to hold, by its first module."""
+def _distinct(folder: PeftFolder, layout: ExpertLayout, shape: ModelShape) -> dict[str, list[int]]:
+    """The ranks of the different lora_A that each layer of the engine would have to hold, by its first module."""
     groups: dict[tuple[str, str], tuple[str, dict[bytes, int]]] = {}
     for name, digest in sorted(folder.digests.items()):
         module, sep, _ = name.rpartition(".lora_A.")
-        found = target_of(module)
-        if sep and found is not None:
+        if sep and (layer := _layer(module, shape)):
             parent = module.rpartition(".")[0]
-            if layout is ExpertLayout.SHARED_OUTER and found == ("linear_fc1", Scope.EXPERT):
+            if layout is ExpertLayout.SHARED_OUTER and target_of(module) == ("linear_fc1", Scope.EXPERT):
                 parent = parent.rpartition(".")[0]  # one lora_A for all experts
-            _, ranks = groups.setdefault((parent, found[0]), (module, {}))
+            _, ranks = groups.setdefault((parent, layer), (module, {}))
             ranks[digest] = folder.shapes[name][0]
     return {module: list(ranks.values()) for module, ranks in groups.values()}

@@ -31,6 +31,7 @@ from safetensors import safe_open
 
 from areal_lora.config.models import ModelConfig
 from areal_lora.errors import EnvironmentError_, UnknownTensorError
+from areal_lora.families.safetensors_head import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,4 +152,4 @@ class ModelFolder:
 
 
 def _files(path: str) -> list[Path]:
-    return sorted(Path(path).glob("*.safetensors"))
+    return [Path(path) / file for file in weight_files(Path(path))]

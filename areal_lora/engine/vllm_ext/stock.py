@@ -10,13 +10,16 @@ import json
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
+from areal_lora.config.rules.adapter_rules import VLLM_LORA_RANKS
 from areal_lora.engine.vllm_ext.server.main import set_environment
-from areal_lora.errors import ArealLoraError, EnvironmentError_
+from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
+from areal_lora.families.peft_folder import CONFIG_FILE
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 
@@ -37,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fix = "install it there, or set rollout.python to the rollout role's interpreter"
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
-        words = stock_arguments(config, args.lora, args.port)
+        rank = lora_rank(Path(word.partition("=")[2]) for word in args.lora)
+        words = stock_arguments(config, args.lora, args.port, rank)
         from areal_lora.engine.vllm_ext.compat.engine import fork_engines  # imports vLLM
         from areal_lora.engine.vllm_ext.server import tool_calls
 
@@ -53,12 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def stock_arguments(config: Config, lora: Sequence[str], port: int) -> list[str]:
+def lora_rank(folders: Iterable[Path]) -> int:
+    """The least ``max_lora_rank`` for these adapters: vLLM counts all patterns, also of fused gate and up projections.
+
+    Raises ConfigError above vLLM's limit.
+    """
+    files = [json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")) for folder in folders]
+    rank = max(rank for file in files for rank in [file["r"], *file["rank_pattern"].values()])
+    if rank > (limit := VLLM_LORA_RANKS[-1]):
+        reason = f"{CONFIG_FILE} has {rank} (gate and up of experts: twice theirs), and vLLM's limit is {limit}"
+        raise ConfigError("adapters.rank", reason, "merge the adapter into its base: areal-lora merge")
+    return next(each for each in VLLM_LORA_RANKS if each >= rank)
+
+
+def stock_arguments(config: Config, lora: Sequence[str], port: int, rank: int) -> list[str]:
     """Arguments of vLLM's server for the run's model and sizes; pure."""
     rollout = config.rollout
     words = ["--host", "127.0.0.1", "--port", str(port), "--model", config.model.folder, "--dtype", config.model.dtype]
     words += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
-    words += ["--enable-lora", "--max-lora-rank", str(rollout.max_lora_rank), "--lora-modules", *lora]
+    words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", *lora]
     # As on a run's own servers; otherwise it is the folder, and vLLM's errors cut paths out of what they quote.
     words += ["--served-model-name", "base", "--disable-uvicorn-access-log"]
     on_cpu = config.cluster.device == "cpu"

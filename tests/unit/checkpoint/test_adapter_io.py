@@ -11,10 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from areal_lora.checkpoint.adapter_io import load_peft, peft_writer, save_peft
+from areal_lora.checkpoint.adapter_io import load_peft, peft_config, peft_writer, save_peft
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.types import AdapterSpec
+from tests.support.lazy import Lazy
+
+peft_helper, peft_other = Lazy("vllm.lora.peft_helper"), Lazy("peft.utils.other")
 
 HIDDEN, FFN, EXPERTS, HEAD, LAYERS = 32, 16, 4, 8, 2
 
@@ -291,3 +294,51 @@ def test_a_folder_of_stock_peft_is_read(tmp_path):
     module = model.base_model.model.get_submodule(key)
     assert torch.equal(tensors[f"{key}.lora_A.weight"], module.lora_A["default"].weight.detach())
     assert len(tensors) == 2 * 2 * 3
+
+
+PARTS = {"gate_up_proj": ("gate_proj", 2), "down_proj": ("down_proj", 1)}
+EXPERTS_ALONE = r"experts.*(gate|up|down)_proj"
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "alphas"),
+    [
+        ({}, 0, 0),
+        ({"rslora": True}, 0, 1),  # gate and up: alpha / sqrt(2 rank) has to be as great
+        ({"rank_pattern": ((EXPERTS_ALONE, 32),)}, 2, 0),
+        ({"rank_pattern": ((EXPERTS_ALONE, 32),), "alpha_pattern": ((EXPERTS_ALONE, 5.0),)}, 2, 2),
+        ({"rank_pattern": ((r"layers\.(1|10)\..*_proj", 2), ("(gate|up)_proj", 7))}, 3, 0),
+        ({"rslora": True, "rank_pattern": ((r"layers\.1\d?\..*", 2),), "alpha_pattern": ((r".*\.2\..*", 3.0),)}, 2, 4),
+    ],
+)
+def test_patterns_of_fused_experts_are_few_and_give_readers_each_layers_numbers(fields, ranks, alphas):
+    """The oracle has a pattern of each layer and fused parameter; layers 1, 10 and 11 start alike."""
+    one = AdapterSpec(name="a", base_model="b", rank=4, alpha=8.0, target_modules=(), **fields)
+    layers, leaves = range(12), ("gate_proj", "up_proj", "down_proj")
+    single = [f"model.layers.{i}.mlp.experts.{e}.{leaf}" for i in layers for e in range(2) for leaf in leaves]
+    kinds = ("self_attn.q_proj", "mlp.down_proj", "mlp.gate_up_proj")
+    others = [f"model.layers.{i}.{kind}" for i in layers for kind in kinds]
+    fused = [f"model.layers.{i}.mlp.experts.{name}" for i in layers for name in (*PARTS, "base_layer")]
+    names = [f"{module}.lora_{side}.weight" for module in single for side in "AB"]
+    got = peft_config(one, ["gate_proj"], names, "b", None)
+    want = {"rank_pattern": {}, "alpha_pattern": {}}
+    for i in layers:
+        for name, (leaf, parts) in PARTS.items():
+            module = f"model.layers.{i}.mlp.experts.0.{leaf}"
+            rank = parts * one.rank_of(module)
+            exact = rf"model\.layers\.{i}\.mlp\.experts\.{name}"
+            if rank != parts * one.rank:
+                want["rank_pattern"][exact] = rank
+            alpha = one.scale_of(module) * (rank**0.5 if one.rslora else rank)
+            if abs(alpha - parts * one.alpha) > 1e-9:
+                want["alpha_pattern"][exact] = alpha
+    assert len(got["rank_pattern"]) == ranks + len(one.rank_pattern)
+    assert len(got["alpha_pattern"]) == alphas + len(one.alpha_pattern)
+    want = {key: want[key] | dict(getattr(one, key)) for key in want}
+    in_vllm = [peft_helper.PEFTHelper.from_dict(got | patterns) for patterns in ({}, want)]
+    for module in [*single, *others, *fused]:
+        for key, patterns in want.items():
+            here, before = (found.get(peft_other.get_pattern_key(found, module)) for found in (got[key], patterns))
+            assert here == (before if before is None else pytest.approx(before)), (module, key)
+        here, before = (helper.get_rank_and_scaling(module) for helper in in_vllm)
+        assert here == (before[0], pytest.approx(before[1])), module

@@ -9,6 +9,7 @@ import pytest
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import derive, read_checkpoint
+from areal_lora.families.safetensors_head import INDEX_FILE
 from areal_lora.families.shape import ModelShape, read_shape
 from areal_lora.families.sites import adapter_size
 from areal_lora.families.targets import modules, resolve
@@ -88,8 +89,47 @@ def test_the_size_of_an_adapter_is_counted_from_every_tensor() -> None:
 def test_a_folder_is_read_by_its_headers(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    items = list(NAMES.items())
-    for name, part in (("a", items[:5]), ("b", items[5:])):
-        header = json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for n, s in part}).encode()
-        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_shards(tmp_path)
     assert read_shape(tmp_path) == shape_of(NAMES)
+
+
+def write_head(file: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    header = json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for n, s in tensors.items()}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def write_shards(folder: Path) -> dict[str, str]:
+    """The index's map of two files."""
+    items = list(NAMES.items())
+    parts = {"a.safetensors": dict(items[:5]), "b.safetensors": dict(items[5:])}
+    for name, part in parts.items():
+        write_head(folder / name, part)
+    return {tensor: name for name, part in parts.items() for tensor in part}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_same_weights_under_other_names_are_no_second_model(tmp_path: Path, sharded: bool) -> None:
+    """As Mistral publishes: ``consolidated.safetensors`` beside what transformers reads."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    if sharded:
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": write_shards(tmp_path)}))
+    else:
+        write_head(tmp_path / "model.safetensors", NAMES)
+    renamed = {name.removeprefix("model.").replace("self_attn", "attention"): shape for name, shape in NAMES.items()}
+    write_head(tmp_path / "consolidated.safetensors", renamed)
+    assert read_shape(tmp_path) == shape_of(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"[]", "is no index of tensors"),
+        (b'{"weight_map": {"\xff": 1}}', "is no index of tensors"),
+        (b'{"weight_map": {"x": "c.safetensors"}}', "names c.safetensors, which is not there"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_folder_is_refused(tmp_path: Path, index: bytes, words: str) -> None:
+    write_shards(tmp_path)
+    (tmp_path / INDEX_FILE).write_bytes(index)
+    with pytest.raises(ConfigError, match=words):
+        read_checkpoint(tmp_path)

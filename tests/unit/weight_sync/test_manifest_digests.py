@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -39,6 +40,28 @@ def test_a_changed_weight_is_seen(tmp_path, monkeypatch, limit):
     weights.write_bytes(data)
     os.utime(weights, ns=(1, 1))
     assert base_digest(folder) != before
+
+
+RECORDED = {
+    "one": "5228aa3b0b06661d1fbd953b5a61b2b4",
+    "shards": "a95ef39990ab673d63dc677c78817ba3",
+    "others": "0eb0fbf7b794d30a0368955fa06f8dd4",
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_only_files_of_weights_count_and_digests_of_checkpoints_stay(tmp_path, kind):
+    """``RECORDED`` are digests from before an index was read; checkpoints on disk have such."""
+    (tmp_path / "config.json").write_text("{}")
+    names = {"one": ["model"], "shards": ["model-1-of-2", "model-2-of-2"], "others": ["b", "a"]}[kind]
+    for i, name in enumerate(names):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes([i]) * 1000)
+    if kind == "shards":
+        index = {"weight_map": {f"w{i}": f"{name}.safetensors" for i, name in enumerate(names)}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert base_digest(tmp_path) == RECORDED[kind]
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same again")
+    assert (base_digest(tmp_path) == RECORDED[kind]) == (kind != "others")
 
 
 def test_a_folder_without_weights_is_an_error(tmp_path):

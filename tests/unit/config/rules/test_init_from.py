@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from areal_lora.checkpoint.adapter_io import load_peft
+from areal_lora.checkpoint.adapter_io import load_peft, save_peft
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
@@ -19,7 +19,10 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
-from areal_lora.families.shape import ModelShape
+from areal_lora.families.shape import ModelShape, read_shape
+from areal_lora.families.targets import resolve
+from areal_lora.types import AdapterSpec
+from tests.support.families.rowless import save_rowless
 from tests.support.paths import EXAMPLES
 
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -227,6 +230,32 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
     assert words in line
     with pytest.raises(AdapterError):
         load_peft(folder)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "starcoder2", "olmoe"])
+def test_without_a_row_each_projection_holds_its_own_lora_a(tmp_path: Path, kind: str) -> None:
+    """Its own export continues at its rank, a lower rank is refused, and fewer targets are named by their path."""
+    model = save_rowless(kind, tmp_path / kind)
+    checkpoint = (shape := read_shape(model)).checkpoint
+    assert checkpoint is not None
+    first = checkpoint.linears[0].path
+    spec = AdapterSpec(name="m", base_model="m", rank=8, alpha=16.0, target_modules=resolve(["all-linear"], [], shape))
+    layout = ParallelLayout(world=1, tp=1, pp=1, ep=1, etp=1, stage_layers=(shape.layers,), experts=shape.experts)
+    wire = wire_layout(ShardedModel(shape=shape, layout=layout), spec, "float32")
+    tensors = {t.name: torch.randn(t.shape) for shard in wire.shards for t in shard.tensors}
+    save_peft(tmp_path / "own", spec, tensors, str(model), wire.aliases)
+    given = (f"model.path={model}", "trainer.engine=fsdp", "adapters.0.target_modules=[all-linear]")
+
+    def found(*overrides: str) -> list[str]:
+        return [line for line in lines(str(tmp_path / "own"), *given, *overrides) if line.startswith("adapters.")]
+
+    assert found("adapters.0.rank=8") == []
+    same = fused(load_peft(tmp_path / "own")[1], spec, wire, lambda t: torch.zeros(t.shape))
+    assert all(torch.equal(same[name], tensor) for name, tensor in tensors.items())
+    (line,) = found("adapters.0.rank=7")
+    assert "has rank 8 (fix: set it to at least 8" in line
+    (line,) = found("adapters.0.rank=8", f"adapters.0.exclude_modules=[{first}]")
+    assert f"(fix: name {first} too)" in line
 
 
 def test_a_relative_folder_is_found_next_to_the_file_that_names_it(tmp_path: Path) -> None:

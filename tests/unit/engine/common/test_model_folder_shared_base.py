@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from areal_lora.config.models import ModelConfig
+from areal_lora.engine.common import model_folder
 from areal_lora.engine.common.model_folder import PREFIX, share
 from tests.support.launcher.driven import Run, beginning
 
@@ -172,6 +176,24 @@ def test_the_launcher_removes_what_its_killed_ranks_shared(base: list[Path], beg
             process.kill()
     run.end()
     assert not copy.exists()
+
+
+def test_files_beside_those_of_the_model_are_neither_read_nor_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[Path] = []
+
+    def record(files: list[Path], first: int) -> list[Path]:
+        shared.extend(files)
+        return files
+
+    monkeypatch.setattr(model_folder, "share", record)
+    save_file({"model.x": torch.ones(1)}, tmp_path / "model.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    folder = model_folder.ModelFolder.of(ModelConfig(path=str(tmp_path), shared_memory=True))
+    assert shared == [tmp_path / "model.safetensors"]
+    assert "model.x" in folder
+    assert "x" not in folder
 
 
 def test_share_returns_the_copies_in_the_order_of_the_files(base: list[Path], memory: Path) -> None:

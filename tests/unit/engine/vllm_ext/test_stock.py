@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
-from areal_lora.engine.vllm_ext.stock import stock_arguments
+import pytest
+
+from areal_lora.checkpoint.adapter_io import peft_config
+from areal_lora.engine.vllm_ext.stock import lora_rank, stock_arguments
+from areal_lora.errors import ConfigError
+from areal_lora.types import AdapterSpec
+from tests.support.lazy import Lazy
 from tests.support.obs.fake_run import make_config
+
+peft_helper = Lazy("vllm.lora.peft_helper")
 
 
 def test_the_server_gets_the_sizes_of_the_run() -> None:
     config = make_config()
-    words = stock_arguments(config, ["toy@v3=/a b/adapter", "toy@v2=/b"], 8123)
+    words = stock_arguments(config, ["toy@v3=/a b/adapter", "toy@v2=/b"], 8123, 64)
     options = dict(pairwise(words))
     assert (options["--host"], options["--port"]) == ("127.0.0.1", "8123")
     assert options["--lora-modules"] == "toy@v3=/a b/adapter"
     assert options["toy@v3=/a b/adapter"] == "toy@v2=/b"
     assert options["--served-model-name"] == "base", "no path is a name"
-    assert options["--max-lora-rank"] == str(config.rollout.max_lora_rank)
+    assert options["--max-lora-rank"] == "64"
     assert "--enforce-eager" in words
     assert options["--distributed-executor-backend"].endswith(".UniProcExecutor"), "no process for one worker"
     assert "--gpu-memory-utilization" not in words
@@ -25,7 +36,7 @@ def test_the_server_gets_the_sizes_of_the_run() -> None:
 def test_on_a_gpu_it_leaves_memory_as_the_run_does() -> None:
     config = make_config()
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cuda"})})
-    words = stock_arguments(config, ["toy@v3=/x"], 8000)
+    words = stock_arguments(config, ["toy@v3=/x"], 8000, 8)
     assert dict(pairwise(words))["--gpu-memory-utilization"] == "0.85"
     assert "--enforce-eager" not in words
     assert "--distributed-executor-backend" not in words, "it is vLLM's default"
@@ -35,6 +46,47 @@ def test_further_arguments_of_the_engine_are_options() -> None:
     config = make_config()
     further = {"enforce_eager": False, "quantization": "fp8", "swap_space": 2, "compilation_config": {"level": 3}}
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_args": further})})
-    words = " ".join(stock_arguments(config, ["toy@v3=/x"], 8000))
+    words = " ".join(stock_arguments(config, ["toy@v3=/x"], 8000, 8))
     assert "--no-enforce-eager" in words
     assert ' --quantization fp8 --swap-space 2 --compilation-config {"level": 3}' in words
+
+
+def export(folder: Path, rank: int, **patterns: int) -> Path:
+    """The configuration of an adapter of experts."""
+    spec = AdapterSpec(
+        name="a",
+        base_model="b",
+        rank=rank,
+        alpha=16.0,
+        target_modules=("expert.linear_fc1", "expert.linear_fc2"),
+        rank_pattern=tuple(patterns.items()),
+    )
+    names = [
+        f"model.layers.0.mlp.experts.0.{leaf}.lora_{side}.weight"
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+        for side in "AB"
+    ]
+    folder.mkdir()
+    config = peft_config(spec, ["down_proj", "gate_proj", "up_proj"], names, "b", None)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rank", "patterns", "least"),
+    [(8, {}, 8), (9, {}, 16), (8, {"(gate|up)_proj": 32}, 64), (64, {"(gate|up)_proj": 8}, 64), (256, {}, 256)],
+)
+def test_the_rank_is_the_least_that_vllm_accepts_for_the_export(
+    tmp_path: Path, rank: int, patterns: dict[str, int], least: int
+) -> None:
+    folder = export(tmp_path / "a", rank, **patterns)
+    assert lora_rank([export(tmp_path / "small", 1), folder]) == least
+    helper = peft_helper.PEFTHelper.from_local_dir(str(folder), None)
+    helper.validate_legal(SimpleNamespace(max_lora_rank=least))
+    with pytest.raises(ValueError, match="max_lora_rank"):
+        helper.validate_legal(SimpleNamespace(max_lora_rank=rank - 1 if least == rank else least // 2))
+
+
+def test_a_rank_above_the_limit_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 640 .* limit is 512 \(fix: merge"):
+        lora_rank([export(tmp_path / "a", 8, **{"(gate|up)_proj": 320})])
