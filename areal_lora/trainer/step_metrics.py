@@ -17,7 +17,7 @@ from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.obs.warnings import GAP, KL
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
-from areal_lora.rollout.channel.channel_messages import Batch, Stats
+from areal_lora.rollout.channel.channel_messages import Batch, GroupSums, Stats
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.companions import sampled_mask
 from areal_lora.trainer.learn import LearnReport
@@ -39,7 +39,7 @@ def of_rollouts(batch: Batch) -> Metrics:
     """
     parts: Metrics = {f"reward/{part}": mean for part, mean in batch.reward_components.items()}
     costs = {f"reward_cost/{name}": value for name, value in batch.reward_costs.items()}
-    return parts | costs | of_groups(batch.groups) | of_queue(batch.stats)
+    return parts | costs | of_groups(batch.groups) | of_sampled(batch.sampled) | of_queue(batch.stats)
 
 
 def of_queue(stats: Stats) -> Metrics:
@@ -64,17 +64,23 @@ def of_queue(stats: Stats) -> Metrics:
 
 
 def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Shares of the sampled groups: those whose rewards are all equal, which teach nothing, and whose answers are all
-    correct or all not, among the groups where that is known of every answer; ``truncated`` is the share of answers that
-    the limit of tokens ended.
-    """
+    """``truncated`` is the share of the batch's sampled answers that the limit of tokens ended."""
     sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
-    judged = [{t.correct for t in group} for group in sampled if all(t.correct is not None for t in group)]
+    ends = [t.finish_reason == "length" for group in sampled for t in group]
+    return {"train/truncated": _ratio(sum(ends), len(ends))}
+
+
+def of_sampled(sampled: GroupSums) -> Metrics:
+    """Mean reward and shares of the groups answered since the batch before: a filter drops some of them.
+
+    Rewards are equal in groups that teach nothing. The shares of groups whose answers are all correct, or all not, are
+    of those where that is known of every answer.
+    """
     return {
-        "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
-        "train/groups_all_right": _share([correct == {True} for correct in judged]),
-        "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
-        "train/truncated": _share([t.finish_reason == "length" for group in sampled for t in group]),
+        "train/reward_sampled": _ratio(sampled.reward, sampled.samples),
+        "train/groups_equal": _ratio(sampled.equal, sampled.groups),
+        "train/groups_all_right": _ratio(sampled.all_right, sampled.judged),
+        "train/groups_all_wrong": _ratio(sampled.all_wrong, sampled.judged),
     }
 
 
@@ -250,8 +256,8 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
     }
 
 
-def _share(found: Sequence[bool]) -> float | None:
-    return sum(found) / len(found) if found else None
+def _ratio(total: float, count: int) -> float | None:
+    return total / count if count else None
 
 
 def _mismatch(report: LearnReport, kind: str) -> float | None:

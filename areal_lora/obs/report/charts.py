@@ -110,6 +110,7 @@ CALLS = "reward_cost/*/answers reward_cost/*/calls reward_cost/*/retries"
 PHASES = "time/wait_batch_s time/annotate_s time/train_s time/checkpoint_*_s time/publish_*_s time/step_s"
 CHARTS = (
     Chart("Reward", "mean over the batch of a step", "train/reward_mean", unit=True, smooth=True),
+    Chart("Reward of all answers", "since the step before", "train/reward_sampled", unit=True, smooth=True),
     Chart("Reward by part", "mean of each part that the reward names", "reward/*"),
     Chart("Scoring time", "mean seconds of a group", "reward_cost/seconds"),
     Chart("Judge's calls", "of a step: answers, requests, repeated requests", CALLS),
@@ -139,7 +140,7 @@ CHARTS = (
     Chart("Divergence from the reference", "KL, nats per token", "train/kl"),
     Chart(
         "Groups that teach little",
-        "shares of the groups: equal rewards, all answers correct, all wrong",
+        "shares of the answered groups: equal rewards, all answers correct, all wrong",
         "train/groups_equal train/groups_all_*",
         unit=True,
     ),

@@ -305,6 +305,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
         step=step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
+        sampled=runtime.feed.sampled,
         texts=tuple(group_text(each.ticket, each.episode) for each in lease.finished) if runtime.texts else (),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),

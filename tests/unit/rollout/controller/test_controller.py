@@ -96,6 +96,7 @@ def test_texts_are_not_sent_where_no_rollout_is_kept(controller: Callable[..., R
     run.activate(0)
     batch = run.batch(0)
     assert (len(batch.groups), batch.texts) == (4, ())
+    assert (batch.sampled.groups, batch.sampled.samples) == (4, 8)
 
 
 def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Callable[..., Running]) -> None:
