@@ -64,10 +64,35 @@ def of_queue(stats: Stats) -> Metrics:
 
 
 def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """``truncated`` is the share of the batch's sampled answers that the limit of tokens ended."""
-    sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
-    ends = [t.finish_reason == "length" for group in sampled for t in group]
-    return {"train/truncated": _ratio(sum(ends), len(ends))}
+    """Of groups without given answers; ``truncated`` is the share of answers that the limit of tokens ended.
+
+    The others are of samples: tokens and turns (runs of sampled tokens) of all trajectories of each, and
+    ``prompt_tokens`` before its first turn.
+    """
+    groups = [group for group in groups if not any(t.given for t in group.trajectories)]
+    sampled = [((g, t.sample), t) for g, group in enumerate(groups) for t in group.trajectories]
+    if not sampled:
+        return {}
+    firsts = dict(reversed(sampled))  # of the trajectories of each sample
+    numbers = {key: number for number, key in enumerate(firsts)}
+    each = [t.columns.runs for _, t in sampled]
+    runs, counts = np.concatenate(each), [len(own) for own in each]
+    samples = np.repeat([numbers[key] for key, _ in sampled], counts)
+    own = runs[:, 0] >= 0
+    tokens = np.bincount(samples, runs[:, 1] * own)
+    turns = np.bincount(samples, own & ~np.append(False, own[:-1]))  # no trajectory starts with a sampled token
+    judged = [(t.correct, n) for t, n in zip(firsts.values(), tokens.tolist(), strict=True)]
+    return {
+        "train/truncated": _mean([t.finish_reason == "length" for _, t in sampled]),
+        "train/answer_tokens_p50": float(np.percentile(tokens, 50)),
+        "train/answer_tokens_p95": float(np.percentile(tokens, 95)),
+        "train/answer_tokens_max": float(tokens.max()),
+        "train/answer_tokens_right": _mean([n for correct, n in judged if correct]),
+        "train/answer_tokens_wrong": _mean([n for correct, n in judged if correct is False]),
+        "train/prompt_tokens": _mean([int(t.columns.runs[0, 1]) for t in firsts.values()]),
+        "train/turns": float(turns.mean()),
+        "train/turns_max": float(turns.max()),
+    }
 
 
 def of_sampled(sampled: GroupSums) -> Metrics:
@@ -254,6 +279,10 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
         "train/n_tokens": window.tokens,
         "train/n_sequences": window.sequences,
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _ratio(sum(values), len(values))
 
 
 def _ratio(total: float, count: int) -> float | None:

@@ -221,8 +221,8 @@ class Batch(ChannelMessage, frozen=True):
 
     A restarted controller has empty ``sampled`` for a batch that it serves again.
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
-    ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
-    what the rewards spent since the previous batch, also for evaluations and for groups that were dropped.
+    ``reward_components`` are means of the reward's parts, each over the batch's samples that name it.
+    ``reward_costs`` is what the rewards spent since the previous batch, also for evaluations and dropped groups.
     """
 
     adapter: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -28,7 +30,7 @@ from areal_lora.trainer.step_metrics import (
     of_sampled,
     of_speed,
 )
-from areal_lora.types import TrajectoryGroup
+from areal_lora.types import TokenColumns, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.operations.client import datum
 from tests.support.rollout.helpers import stream, trajectory
@@ -86,6 +88,47 @@ def test_shares_count_sampled_groups_and_correctness_where_it_is_known() -> None
     cut = replace(mixed, trajectories=(replace(mixed.trajectories[0], finish_reason="length"), mixed.trajectories[1]))
     assert of_groups([right, cut, imitated])["train/truncated"] == 1 / 4
     assert measured(of_groups([imitated])) == {}
+
+
+def test_lengths_and_turns_are_those_of_samples() -> None:
+    """Against loops over the tokens: agents of several trajectories and turns, some of which two versions sampled."""
+    rng = random.Random(7)
+    groups, tokens, turns, prompts, right, wrong = [], [], [], [], [], []
+    for uid in map(str, range(30)):
+        made = []
+        for index in range(4):
+            correct, lengths = rng.choice((True, False, None)), []
+            for number in range(rng.choice((1, 1, 3))):
+                versions = [-1] * rng.randrange(1, 9)
+                prompts += [len(versions)] if number == 0 else []
+                for _ in range(rng.randrange(1, 4)):
+                    lengths.append(rng.randrange(2, 40))
+                    versions += [3] * (lengths[-1] // 2) + [4] * (lengths[-1] - lengths[-1] // 2) + [-1] * 2
+                columns = TokenColumns.of([1] * len(versions), [0.0] * len(versions), versions)
+                answer = replace(trajectory(stream().at(0), 3, index=index), columns=columns, correct=correct)
+                made.append(replace(answer, uid=f"{uid}:{index}:{number}"))
+            tokens.append(sum(lengths))
+            turns.append(len(lengths))
+            {True: right, False: wrong, None: []}[correct].append(tokens[-1])
+        rng.shuffle(order := list(range(4)))  # of the samples, whose trajectories keep theirs
+        made.sort(key=lambda t: order[t.sample])
+        groups.append(TrajectoryGroup(uid=uid, trajectories=tuple(made)))
+    given = replace(trajectory(stream().at(0), 3, tokens=999), given=True)
+    found = measured(of_groups([*groups, TrajectoryGroup(uid="given", trajectories=(given,))]))
+    assert found.pop("train/truncated") == 0.0
+    cuts = statistics.quantiles(tokens, n=100, method="inclusive")
+    assert found == pytest.approx(
+        {
+            "train/answer_tokens_p50": statistics.median(tokens),
+            "train/answer_tokens_p95": cuts[94],
+            "train/answer_tokens_max": max(tokens),
+            "train/answer_tokens_right": statistics.fmean(right),
+            "train/answer_tokens_wrong": statistics.fmean(wrong),
+            "train/prompt_tokens": statistics.fmean(prompts),
+            "train/turns": statistics.fmean(turns),
+            "train/turns_max": max(turns),
+        }
+    )
 
 
 def test_a_batch_from_the_controller_has_the_figures_of_what_was_sampled_for_it() -> None:

@@ -230,6 +230,19 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
     assert batch.stats.retried["scorer"] >= (CODE_TRIES - 1) * batch.stats.dropped["scorer"] > 0
 
 
+def test_a_part_of_the_reward_has_the_mean_of_the_samples_that_name_it(
+    controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A mixture: problems with an answer like 12 are scored as mathematics, the others as code."""
+    file = tmp_path_factory.mktemp("code") / "rewards.py"
+    file.write_text(
+        "def reward(completion, answer):\n    return {'math': 1} if '#### 1' in answer else {'code': 0.5}\n"
+    )
+    run = controller(FakeServer(), reward=FunctionReward(path=f"{file}:reward"), eta=0, b=8, steps=1)
+    run.activate(0)
+    assert run.batch(0).reward_components == {"math": 1.0, "code": 0.5}
+
+
 def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
     controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
