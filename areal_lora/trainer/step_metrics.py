@@ -17,7 +17,7 @@ from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.obs.warnings import GAP, KL
 from areal_lora.operations.protocol import OptimStep, Pass, PassResult, StepResult
-from areal_lora.rollout.channel.channel_messages import Batch, Stats
+from areal_lora.rollout.channel.channel_messages import Batch, GroupSums, Stats
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.companions import sampled_mask
 from areal_lora.trainer.learn import LearnReport
@@ -39,7 +39,7 @@ def of_rollouts(batch: Batch) -> Metrics:
     """
     parts: Metrics = {f"reward/{part}": mean for part, mean in batch.reward_components.items()}
     costs = {f"reward_cost/{name}": value for name, value in batch.reward_costs.items()}
-    return parts | costs | of_groups(batch.groups) | of_queue(batch.stats)
+    return parts | costs | of_groups(batch.groups) | of_sampled(batch.sampled) | of_queue(batch.stats)
 
 
 def of_queue(stats: Stats) -> Metrics:
@@ -64,17 +64,48 @@ def of_queue(stats: Stats) -> Metrics:
 
 
 def of_groups(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Shares of the sampled groups: those whose rewards are all equal, which teach nothing, and whose answers are all
-    correct or all not, among the groups where that is known of every answer; ``truncated`` is the share of answers that
-    the limit of tokens ended.
+    """Of groups without given answers; ``truncated`` is the share of answers that the limit of tokens ended.
+
+    The others are of samples: tokens and turns (runs of sampled tokens) of all trajectories of each, and
+    ``prompt_tokens`` before its first turn.
     """
-    sampled = [group.trajectories for group in groups if not any(t.given for t in group.trajectories)]
-    judged = [{t.correct for t in group} for group in sampled if all(t.correct is not None for t in group)]
+    groups = [group for group in groups if not any(t.given for t in group.trajectories)]
+    sampled = [((g, t.sample), t) for g, group in enumerate(groups) for t in group.trajectories]
+    if not sampled:
+        return {}
+    firsts = dict(reversed(sampled))  # of the trajectories of each sample
+    numbers = {key: number for number, key in enumerate(firsts)}
+    each = [t.columns.runs for _, t in sampled]
+    runs, counts = np.concatenate(each), [len(own) for own in each]
+    samples = np.repeat([numbers[key] for key, _ in sampled], counts)
+    own = runs[:, 0] >= 0
+    tokens = np.bincount(samples, runs[:, 1] * own)
+    turns = np.bincount(samples, own & ~np.append(False, own[:-1]))  # no trajectory starts with a sampled token
+    judged = [(t.correct, n) for t, n in zip(firsts.values(), tokens.tolist(), strict=True)]
     return {
-        "train/groups_equal": _share([len({t.reward for t in group}) == 1 for group in sampled]),
-        "train/groups_all_right": _share([correct == {True} for correct in judged]),
-        "train/groups_all_wrong": _share([correct == {False} for correct in judged]),
-        "train/truncated": _share([t.finish_reason == "length" for group in sampled for t in group]),
+        "train/truncated": _mean([t.finish_reason == "length" for _, t in sampled]),
+        "train/answer_tokens_p50": float(np.percentile(tokens, 50)),
+        "train/answer_tokens_p95": float(np.percentile(tokens, 95)),
+        "train/answer_tokens_max": float(tokens.max()),
+        "train/answer_tokens_right": _mean([n for correct, n in judged if correct]),
+        "train/answer_tokens_wrong": _mean([n for correct, n in judged if correct is False]),
+        "train/prompt_tokens": _mean([int(t.columns.runs[0, 1]) for t in firsts.values()]),
+        "train/turns": float(turns.mean()),
+        "train/turns_max": float(turns.max()),
+    }
+
+
+def of_sampled(sampled: GroupSums) -> Metrics:
+    """Mean reward and shares of the groups answered since the batch before: a filter drops some of them.
+
+    Rewards are equal in groups that teach nothing. The shares of groups whose answers are all correct, or all not, are
+    of those where that is known of every answer.
+    """
+    return {
+        "train/reward_sampled": _ratio(sampled.reward, sampled.samples),
+        "train/groups_equal": _ratio(sampled.equal, sampled.groups),
+        "train/groups_all_right": _ratio(sampled.all_right, sampled.judged),
+        "train/groups_all_wrong": _ratio(sampled.all_wrong, sampled.judged),
     }
 
 
@@ -250,8 +281,12 @@ def of_client(window: Window, step: OptimStep, outcome: StepResult) -> Metrics:
     }
 
 
-def _share(found: Sequence[bool]) -> float | None:
-    return sum(found) / len(found) if found else None
+def _mean(values: Sequence[float]) -> float | None:
+    return _ratio(sum(values), len(values))
+
+
+def _ratio(total: float, count: int) -> float | None:
+    return total / count if count else None
 
 
 def _mismatch(report: LearnReport, kind: str) -> float | None:

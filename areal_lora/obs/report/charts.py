@@ -110,7 +110,8 @@ CALLS = "reward_cost/*/answers reward_cost/*/calls reward_cost/*/retries"
 PHASES = "time/wait_batch_s time/annotate_s time/train_s time/checkpoint_*_s time/publish_*_s time/step_s"
 CHARTS = (
     Chart("Reward", "mean over the batch of a step", "train/reward_mean", unit=True, smooth=True),
-    Chart("Reward by part", "mean of each part that the reward names", "reward/*"),
+    Chart("Reward of all answers", "since the step before", "train/reward_sampled", unit=True, smooth=True),
+    Chart("Reward by part", "mean of each part over the answers for which the reward names it", "reward/*"),
     Chart("Scoring time", "mean seconds of a group", "reward_cost/seconds"),
     Chart("Judge's calls", "of a step: answers, requests, repeated requests", CALLS),
     Chart("Judge's tokens", "of a step", "reward_cost/*_tokens"),
@@ -139,12 +140,16 @@ CHARTS = (
     Chart("Divergence from the reference", "KL, nats per token", "train/kl"),
     Chart(
         "Groups that teach little",
-        "shares of the groups: equal rewards, all answers correct, all wrong",
+        "shares of the answered groups: equal rewards, all answers correct, all wrong",
         "train/groups_equal train/groups_all_*",
         unit=True,
     ),
     Chart("Reward spread", "standard deviation over the batch", "train/reward_std"),
-    Chart("Answer length", "mean of trained tokens", "train/mean_answer_tokens"),
+    Chart(
+        "Answer length", "tokens: mean of the sequences; of samples", "train/mean_answer_tokens train/answer_tokens_*"
+    ),
+    Chart("Prompt length", "mean tokens before the first answer of a sample", "train/prompt_tokens"),
+    Chart("Turns", "of a sample: mean and most", "train/turns train/turns_max"),
     Chart("Truncated", "share of the answers that the limit of tokens ended", "train/truncated", unit=True),
     Chart(
         "Entropy and gradient norm",

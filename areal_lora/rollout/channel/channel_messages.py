@@ -17,7 +17,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
 from areal_lora.types import AdapterRef, TrajectoryGroup
 
-PROTOCOL = 15
+PROTOCOL = 16
 WIRE = Wire(
     server="controller",
     client="trainer",
@@ -172,6 +172,35 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, str] = {}  # the last one of each kind in this process
 
 
+class GroupSums(msgspec.Struct, kw_only=True):
+    """Sums over the groups answered since the previous batch, those dropped included, without those of given answers.
+
+    ``equal`` groups have equal rewards. Correctness is known of every answer of ``judged`` groups.
+    """
+
+    groups: int = 0
+    equal: int = 0
+    judged: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    samples: int = 0
+    reward: float = 0.0
+
+    def add(self, group: TrajectoryGroup) -> None:
+        if any(t.given for t in group.trajectories):
+            return
+        # The trajectories of one sample have its one reward.
+        rewards = {t.sample: t.reward for t in group.trajectories}
+        correct = {t.correct for t in group.trajectories}
+        self.groups += 1
+        self.equal += len(set(rewards.values())) == 1
+        self.judged += None not in correct
+        self.all_right += correct == {True}
+        self.all_wrong += correct == {False}
+        self.samples += len(rewards)
+        self.reward += sum(rewards.values())
+
+
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
 
@@ -190,9 +219,10 @@ class Batch(ChannelMessage, frozen=True):
     the step before, or none where no rollout is kept. ``events`` are evaluation results, of any adapter, that are not
     delivered yet.
 
+    A restarted controller has empty ``sampled`` for a batch that it serves again.
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
-    ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
-    what the rewards spent since the previous batch, also for evaluations and for groups that were dropped.
+    ``reward_components`` are means of the reward's parts, each over the batch's samples that name it.
+    ``reward_costs`` is what the rewards spent since the previous batch, also for evaluations and dropped groups.
     """
 
     adapter: str
@@ -202,6 +232,7 @@ class Batch(ChannelMessage, frozen=True):
     texts: tuple[GroupText, ...]
     events: tuple[EvalResult, ...]
     snapshot: bytes
+    sampled: GroupSums = msgspec.field(default_factory=GroupSums)
     reward_components: dict[str, float] = {}
     reward_costs: dict[str, float] = {}
     dropped: tuple[DroppedGroup, ...] = ()

@@ -305,6 +305,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
         step=step,
         groups=lease.groups,
         stats=runtime.feed.stats(),
+        sampled=runtime.feed.sampled,
         texts=tuple(group_text(each.ticket, each.episode) for each in lease.finished) if runtime.texts else (),
         reward_components=_components(lease),
         reward_costs=runtime.take_costs(),
@@ -327,8 +328,8 @@ def _lacking(runtime: AdapterRuntime) -> m.Lacking:
 
 
 def _components(lease: Lease) -> dict[str, float]:
-    """Mean of each named part of the reward over the batch's samples."""
+    """Mean of each named part of the reward over the batch's samples that name it."""
     # The trajectories of one sample have its one reward.
     samples = {(group.uid, t.sample): t.components for group in lease.groups for t in group.trajectories}
     names = {name: None for components in samples.values() for name in components}
-    return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
+    return {name: statistics.fmean(c[name] for c in samples.values() if name in c) for name in names}

@@ -19,7 +19,7 @@ from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.metrics.records import DroppedGroup, faults_text
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
-from areal_lora.rollout.channel.channel_messages import Stats
+from areal_lora.rollout.channel.channel_messages import GroupSums, Stats
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import groups
 from areal_lora.rollout.controller.groups import FailureStreak, GroupPool, Lease, ScoredGroup, Ticket
@@ -70,6 +70,7 @@ class AdapterFeed:
         self._ledger, self._clock, self._solved = ledger, clock, solved
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
+        self.sampled, self._sampled = GroupSums(), GroupSums()  # before the newest batch, and since
         self._resumed: list[int] = []  # the version of each trainer that has started while this process ran
 
     # ------------------------------------------------------------ trainers and versions
@@ -172,6 +173,7 @@ class AdapterFeed:
         if self._solved is not None:
             self._solved.put(live.prompt.position, episode.group)
         counters.tokens += tokens
+        self._sampled.add(episode.group)
         oldest, newest = zip(*(each.span for each in columns), strict=True)
         finished = ScoredGroup(
             ticket=live, episode=episode, oldest=min(oldest), newest=max(newest), ready_s=self._clock()
@@ -252,6 +254,7 @@ class AdapterFeed:
             chosen = [groups.ready[seq] for seq in sorted(by_age[: self.budget.prompts_per_step])]
             check_fresh(chosen, step, self.budget)
             groups.lease(chosen, step)
+            self.sampled, self._sampled = self._sampled, GroupSums()
             self._ledger.head.next_version = step + 1
             self._drop_stale()
             groups.check_and_flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import Loss, OptimStep, Pass, PassResult, StepResult
+from areal_lora.rollout.channel.channel_messages import Batch, GroupSums, Stats, decode_reply, encode
 from areal_lora.trainer.audit import Audit, AuditedTokens
 from areal_lora.trainer.learn import LearnReport, Variants
 from areal_lora.trainer.step_metrics import (
@@ -23,9 +26,11 @@ from areal_lora.trainer.step_metrics import (
     of_groups,
     of_memory,
     of_mismatch,
+    of_rollouts,
+    of_sampled,
     of_speed,
 )
-from areal_lora.types import TrajectoryGroup
+from areal_lora.types import TokenColumns, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.operations.client import datum
 from tests.support.rollout.helpers import stream, trajectory
@@ -58,7 +63,10 @@ def test_a_skipped_step_has_no_norm_and_a_window_without_targets_no_loss(targets
 
 def group(*answers: tuple[float, bool | None], given: bool = False) -> TrajectoryGroup:
     prompt = stream().at(0)
-    made = (replace(trajectory(prompt, 0, reward=reward), correct=right, given=given) for reward, right in answers)
+    made = [
+        replace(trajectory(prompt, 0, index=i, reward=reward), correct=right, given=given)
+        for i, (reward, right) in enumerate(answers)
+    ]
     return TrajectoryGroup(uid=prompt.uid, trajectories=tuple(made))
 
 
@@ -66,12 +74,75 @@ def test_shares_count_sampled_groups_and_correctness_where_it_is_known() -> None
     right, wrong = group((0.9, True), (1.0, True)), group((0.0, False), (0.0, False))
     mixed, unknown = group((1.0, True), (0.0, False)), group((0.5, None), (0.5, True))
     imitated = group((1.0, True), given=True)
-    cut = replace(mixed, trajectories=(replace(mixed.trajectories[0], finish_reason="length"), mixed.trajectories[1]))
-    found = of_groups([right, wrong, cut, unknown, imitated])
+
+    def found(*groups: TrajectoryGroup) -> dict[str, float]:
+        sampled = GroupSums()
+        for each in groups:
+            sampled.add(each)
+        return measured(of_sampled(sampled))
+
     shares = {"train/groups_equal": 2 / 4, "train/groups_all_right": 1 / 3, "train/groups_all_wrong": 1 / 3}
-    assert found == shares | {"train/truncated": 1 / 8}
+    assert found(right, wrong, mixed, unknown, imitated) == shares | {"train/reward_sampled": pytest.approx(3.9 / 8)}
+    assert found(imitated) == {}
+    assert found(unknown) == {"train/groups_equal": 1.0, "train/reward_sampled": 0.5}
+    cut = replace(mixed, trajectories=(replace(mixed.trajectories[0], finish_reason="length"), mixed.trajectories[1]))
+    assert of_groups([right, cut, imitated])["train/truncated"] == 1 / 4
     assert measured(of_groups([imitated])) == {}
-    assert measured(of_groups([unknown])) == {"train/groups_equal": 1.0, "train/truncated": 0.0}
+
+
+def test_lengths_and_turns_are_those_of_samples() -> None:
+    """Against loops over the tokens: agents of several trajectories and turns, some of which two versions sampled."""
+    rng = random.Random(7)
+    groups, tokens, turns, prompts, right, wrong = [], [], [], [], [], []
+    for uid in map(str, range(30)):
+        made = []
+        for index in range(4):
+            correct, lengths = rng.choice((True, False, None)), []
+            for number in range(rng.choice((1, 1, 3))):
+                versions = [-1] * rng.randrange(1, 9)
+                prompts += [len(versions)] if number == 0 else []
+                for _ in range(rng.randrange(1, 4)):
+                    lengths.append(rng.randrange(2, 40))
+                    versions += [3] * (lengths[-1] // 2) + [4] * (lengths[-1] - lengths[-1] // 2) + [-1] * 2
+                columns = TokenColumns.of([1] * len(versions), [0.0] * len(versions), versions)
+                answer = replace(trajectory(stream().at(0), 3, index=index), columns=columns, correct=correct)
+                made.append(replace(answer, uid=f"{uid}:{index}:{number}"))
+            tokens.append(sum(lengths))
+            turns.append(len(lengths))
+            {True: right, False: wrong, None: []}[correct].append(tokens[-1])
+        rng.shuffle(order := list(range(4)))  # of the samples, whose trajectories keep theirs
+        made.sort(key=lambda t: order[t.sample])
+        groups.append(TrajectoryGroup(uid=uid, trajectories=tuple(made)))
+    given = replace(trajectory(stream().at(0), 3, tokens=999), given=True)
+    found = measured(of_groups([*groups, TrajectoryGroup(uid="given", trajectories=(given,))]))
+    assert found.pop("train/truncated") == 0.0
+    cuts = statistics.quantiles(tokens, n=100, method="inclusive")
+    assert found == pytest.approx(
+        {
+            "train/answer_tokens_p50": statistics.median(tokens),
+            "train/answer_tokens_p95": cuts[94],
+            "train/answer_tokens_max": max(tokens),
+            "train/answer_tokens_right": statistics.fmean(right),
+            "train/answer_tokens_wrong": statistics.fmean(wrong),
+            "train/prompt_tokens": statistics.fmean(prompts),
+            "train/turns": statistics.fmean(turns),
+            "train/turns_max": max(turns),
+        }
+    )
+
+
+def test_a_batch_from_the_controller_has_the_figures_of_what_was_sampled_for_it() -> None:
+    """A batch of one group that a filter has left of four."""
+    sampled = GroupSums(groups=4, equal=3, judged=4, all_right=0, all_wrong=3, samples=8, reward=1.0)
+    counts = dict.fromkeys(("ready", "running", "leased", "issued", "consumed", "reissued", "late", "ahead"), 0)
+    stats = Stats(**counts, dropped={}, retried={}, tokens_generated=0, idle_s=0.0, margin_s=0.0, spare_s=None)
+    kept = (group((1.0, True), (0.0, False)),)
+    batch = Batch(adapter="a", step=0, groups=kept, stats=stats, sampled=sampled, texts=(), events=(), snapshot=b"")
+    received = decode_reply(encode(batch))
+    assert isinstance(received, Batch)
+    found = of_rollouts(received)
+    assert (found["train/reward_sampled"], found["train/groups_equal"]) == (1 / 8, 3 / 4)
+    assert (found["train/groups_all_right"], found["train/groups_all_wrong"]) == (0.0, 3 / 4)
 
 
 def test_speeds_are_of_one_device_and_shares_of_its_peak() -> None:

@@ -98,6 +98,7 @@ def test_texts_are_not_sent_where_no_rollout_is_kept(controller: Callable[..., R
     run.activate(0)
     batch = run.batch(0)
     assert (len(batch.groups), batch.texts) == (4, ())
+    assert (batch.sampled.groups, batch.sampled.samples) == (4, 8)
 
 
 def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Callable[..., Running]) -> None:
@@ -229,6 +230,19 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
     assert "scorer" in batch.stats.dropped
     assert set(batch.stats.dropped) <= {"scorer", "stale"}  # all its tries may take longer than a step
     assert batch.stats.retried["scorer"] >= (CODE_TRIES - 1) * batch.stats.dropped["scorer"] > 0
+
+
+def test_a_part_of_the_reward_has_the_mean_of_the_samples_that_name_it(
+    controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A mixture: problems with an answer like 12 are scored as mathematics, the others as code."""
+    file = tmp_path_factory.mktemp("code") / "rewards.py"
+    file.write_text(
+        "def reward(completion, answer):\n    return {'math': 1} if '#### 1' in answer else {'code': 0.5}\n"
+    )
+    run = controller(FakeServer(), reward=FunctionReward(path=f"{file}:reward"), eta=0, b=8, steps=1)
+    run.activate(0)
+    assert run.batch(0).reward_components == {"math": 1.0, "code": 0.5}
 
 
 def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(

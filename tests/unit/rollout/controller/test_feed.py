@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
+from areal_lora.rollout.channel.channel_messages import GroupSums
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
@@ -266,6 +267,41 @@ def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> Non
     assert [t.prompt.position for t in admit_all(made)] == [2, 3]
     assert made.stats().reissued == 0
     assert "the last 2 groups had equal rewards" in made.note
+
+
+def test_what_was_sampled_counts_every_group_answered_since_the_batch_before() -> None:
+    """Two of the three groups of step 0 have equal rewards; step 1 has one group that its trainer waits for."""
+    made, _, _ = feed(eta=0, b=1, n=20, drop_uniform=True)
+    made.announce(0)
+    for rewards in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0)):
+        [ticket] = admit_all(made)
+        answered = episode(ticket.prompt, 0)
+        pairs = zip(answered.group.trajectories, rewards, strict=True)
+        trajectories = tuple(replace(t, reward=reward, correct=reward == 1.0) for t, reward in pairs)
+        made.finish(ticket, replace(answered, group=TrajectoryGroup(uid="", trajectories=trajectories)))
+        assert not made.finish(ticket, answered), "a repeated answer is not counted"
+    expected = GroupSums(groups=3, equal=2, judged=3, all_right=1, all_wrong=1, samples=6, reward=3.0)
+    for _ in range(2):
+        assert made.take(0)
+        assert made.sampled == expected, "a batch that is served again has the same"
+    made.announce(1)
+    [ticket] = admit_all(made)
+    one = episode(ticket.prompt, 1, n=3).group.trajectories
+    conversations = (replace(one[0], reward=0.5), *(replace(t, sample=1, correct=True) for t in one[1:]))
+    made.finish(ticket, replace(episode(ticket.prompt, 1), group=TrajectoryGroup(uid="", trajectories=conversations)))
+    assert made.take(1)
+    assert made.sampled == GroupSums(groups=1, samples=2, reward=1.5)
+
+
+def test_a_given_answer_is_not_sampled() -> None:
+    made, _, _ = feed(eta=0, b=1)
+    made.announce(0)
+    [ticket] = admit_all(made)
+    first, second = episode(ticket.prompt, 0).group.trajectories
+    given = TrajectoryGroup(uid="", trajectories=(replace(first, given=True), second))
+    made.finish(ticket, replace(episode(ticket.prompt, 0), group=given))
+    assert made.take(0)
+    assert made.sampled == GroupSums()
 
 
 def test_a_time_without_servers_ends_when_one_answers() -> None:
