@@ -76,6 +76,39 @@ def test_a_step_waits_until_a_record_is_two_minutes_newer(tmp_path: Path) -> Non
     assert records(follower.read_new()) == [step(0), step(1)]
 
 
+def test_rare_checkpoints_of_slow_steps_keep_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+    """A checkpoint every 20 steps of a minute; killed after step 38. Two minutes of hold would send 18 steps twice."""
+    folder, clock, sent = RunFolder(tmp_path), Clock(), list[Record]()
+    follower = MetricsFollower(folder, clock=clock, behind=19)
+
+    def run(steps: range, loss: float) -> None:
+        for index in steps:
+            clock.now += 60.0
+            append(folder, msgspec.structs.replace(step(index, loss=loss), step_s=60.0))
+            append(folder, *([saved(index + 1)] if (index + 1) % 20 == 0 else []))
+            sent.extend(records(follower.read_new()))
+
+    run(range(39), 1.0)
+    append(folder, resume(20))
+    run(range(20, 45), 2.0)
+    steps = [(record.step, record.metrics["train/loss"]) for record in sent if isinstance(record, StepRecord)]
+    assert steps == [(index, 1.0 if index < 20 else 2.0) for index in range(40)]
+
+
+def test_steps_of_an_adapter_that_never_saves_end_the_wait_of_the_others(tmp_path: Path) -> None:
+    folder, clock = RunFolder(tmp_path), Clock()
+    follower = MetricsFollower(folder, clock=clock, behind=19)
+    failed = msgspec.structs.replace(step(0, "b"), step_s=60.0)
+    append(folder, failed)
+    assert records(follower.read_new()) == []
+    clock.now = HOLD_S + 19 * 60.0 - 1
+    append(folder, saved(20))
+    assert records(follower.read_new()) == []
+    clock.now += 1
+    append(folder, saved(21))
+    assert records(follower.read_new()) == [failed, saved(20), saved(21)]
+
+
 def test_a_step_that_a_crash_undid_is_never_sent(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     follower = MetricsFollower(folder)
