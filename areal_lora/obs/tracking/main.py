@@ -83,7 +83,8 @@ def send(
         client = CLIENTS[name].make(tracker.tracked_run(folder, shown, tracker.public_config(config)), place, within)
         announce(client.where)
         behind = config.checkpoint.every_steps - 1 + config.checkpoint.max_behind
-        return tracker.follow(folder, client, ended, behind=behind, wait=wait, every_s=every_s)
+        only = config.only_adapter
+        return tracker.follow(folder, client, ended, behind=behind, only=only, wait=wait, every_s=every_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

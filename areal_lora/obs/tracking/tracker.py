@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Protocol
 
+import msgspec
+
 from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.obs.metrics import records
@@ -222,14 +224,20 @@ class MetricsFollower:
 
     A run that crashes resumes from its newest checkpoint and repeats the steps after it. So a step, and all lines after
     it, wait for a checkpoint that contains it, which comes ``behind`` steps later at most. Lines up to ``sent`` are
-    skipped. Memory is bounded.
+    skipped. Memory is bounded. The rows of ``only`` name no adapter, as its tags in TensorBoard (`MetricsWriter`).
     """
 
     def __init__(
-        self, run_folder: RunFolder, sent: int = 0, clock: Callable[[], float] = time.monotonic, *, behind: int = 0
+        self,
+        run_folder: RunFolder,
+        sent: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        behind: int = 0,
+        only: str | None = None,
     ) -> None:
         self._ahead, self._behind = MetricsTail(run_folder), MetricsTail(run_folder)
-        self._sent, self._clock = sent, clock
+        self._sent, self._clock, self._only = sent, clock, only
         self._undone, self._held = VoidRecords(), _UnsavedSteps(behind)
         self._known = self._line = 0
         self._waiting: deque[records.Record] = deque()
@@ -256,7 +264,8 @@ class MetricsFollower:
             if isinstance(record, TIMED):
                 self._time_s = max(self._time_s, record.time_s)
             if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
-                yield MetricsRow(line=self._line, time_s=self._time_s, record=record)
+                shown = msgspec.structs.replace(record, adapter="") if record.adapter == self._only else record
+                yield MetricsRow(line=self._line, time_s=self._time_s, record=shown)
 
 
 def follow(
@@ -265,17 +274,18 @@ def follow(
     ended: Callable[[], str | None],
     *,
     behind: int = 0,
+    only: str | None = None,
     wait: bool = True,
     every_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
-    """Send what ``tracker`` does not hold; ``behind`` is as in `MetricsFollower`.
+    """Send what ``tracker`` does not hold; ``behind`` and ``only`` are as in `MetricsFollower`.
 
     ``ended`` returns how the run has ended, None: it has not. It is called every ``every_s`` seconds at most; its
     result is returned at the end. Steps without a checkpoint are sent once the run is done. Without ``wait`` it sends
     what is there once. The tracker learns of an interrupt.
     """
-    follower, due = MetricsFollower(folder, tracker.held(), behind=behind), 0.0
+    follower, due = MetricsFollower(folder, tracker.held(), behind=behind, only=only), 0.0
     try:
         while True:
             state = None

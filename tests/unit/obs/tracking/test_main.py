@@ -48,7 +48,7 @@ def test_an_address_that_only_the_user_knows_is_missed(monkeypatch: pytest.Monke
     assert CLIENTS["mlflow"].place == "http://127.0.0.1:1"
 
 
-def test_steps_wait_for_the_checkpoints_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tracker_gets_follows_from_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, given = SimpleNamespace(where="memory"), dict[str, Any]()
     monkeypatch.setitem(CLIENTS, "wandb", Client("wandb", "NONE", None, lambda *_: client))
     monkeypatch.setattr("areal_lora.obs.tracking.tracker.follow", lambda *_, **options: given.update(options))
@@ -56,6 +56,7 @@ def test_steps_wait_for_the_checkpoints_of_the_configuration(tmp_path: Path, mon
     config = make_config().model_copy(update={"checkpoint": checkpoint})
     send(RunFolder(tmp_path), config, "wandb", "", lambda: None, lambda _: None)
     assert given["behind"] == 22, "a crash repeats at most 23 steps, of which the first waits for 22"
+    assert given["only"] == "toy"
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
