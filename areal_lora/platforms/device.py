@@ -61,7 +61,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def finish_stream(device: torch.device) -> None:
-    """Wait until ``device`` has done what is queued on this thread's current stream; the work of a `Lane` goes on."""
+    """Wait until ``device`` has done what is queued on this thread's current stream, not on a `Lane`."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 
