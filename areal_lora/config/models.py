@@ -53,6 +53,11 @@ class Config(Section):
     def run_folder(self) -> RunFolder:
         return RunFolder(self.run.root / self.run.name)
 
+    @property
+    def only_adapter(self) -> str | None:
+        """The adapter of a run that has one and gets no other: tags of its curves do not name it."""
+        return self.adapters[0].name if len(self.adapters) == 1 and self.service is None else None
+
 
 Key = str | int
 Path = tuple[Key, ...]

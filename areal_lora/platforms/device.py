@@ -60,6 +60,12 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def finish_stream(device: torch.device) -> None:
+    """Wait until ``device`` has done what is queued on this thread's current stream, not on a `Lane`."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
 @contextmanager
 def profiler_range(name: str) -> Iterator[None]:
     """A range of torch's profiler and, with CUDA, of NVIDIA's (NVTX); it costs microseconds without them."""

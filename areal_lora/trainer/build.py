@@ -170,13 +170,19 @@ def _rank_0(
     started_s: float,
     machines: MachineWatch,
 ) -> Rank0:
-    only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None
     versions = {name: found.version for name, found in restored.items()}
     devices = Devices(count=config.trainer.world_size, peak_flops=peak_flops(config.cluster.device))
     limit, words = config.run.keep_rollouts_mib << 20, partial(vocabulary, config.model.folder)
     rollouts = RolloutWriter(run_folder, limit, words) if limit else None
     recorder = Recorder(
-        run_folder, list(states), versions, started_s, only=only, devices=devices, rollouts=rollouts, machines=machines
+        run_folder,
+        list(states),
+        versions,
+        started_s,
+        only=config.only_adapter,
+        devices=devices,
+        rollouts=rollouts,
+        machines=machines,
     )
     kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(

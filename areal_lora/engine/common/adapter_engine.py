@@ -43,7 +43,7 @@ from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.sites import PassSizes
 from areal_lora.families.targets import check_patterns, check_targets
 from areal_lora.obs.trace import Spans
-from areal_lora.platforms.device import held_bytes, peak_bytes, profiler_range
+from areal_lora.platforms.device import finish_stream, held_bytes, peak_bytes, profiler_range
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
@@ -214,6 +214,7 @@ class AdapterEngine:
         """
         with self.spans.span("score"), torch.no_grad(), self._model.active.using(dict.fromkeys(batch.adapters)):
             plans, results = self._run(batch, None, Readout(temperature), recorder)
+            finish_stream(self.device)  # kernels are only queued so far
         return micro.gather_scores(batch, plans, results, self._sharded.layout, whole=whole)
 
     def forward_backward(
@@ -249,6 +250,7 @@ class AdapterEngine:
         dropouts = {name: self.resident(name).dropout() for name in dict.fromkeys(batch.adapters)}
         with self.spans.span("passes"), self._model.active.using(dropouts):
             plans, results = self._run(batch, losses, readout or Readout())
+            finish_stream(self.device)
         sums = {name: Counter[str]() for name in dropouts}
         for sequences, stats, _ in results:
             sums[batch.adapters[sequences[0]]].update({name: float(value) for name, value in stats.items()})

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from areal_lora.obs.metrics import records
+from areal_lora.obs.metrics import reader, records
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 
@@ -27,15 +27,15 @@ def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
 class MetricsWriter:
     """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder.
 
-    ``only`` is the adapter of a run that has one: its tags have no name.
+    ``only`` is the adapter of a run that has one: its tags have no name, and a resume removes its void points from
+    TensorBoard, which cannot remove those of one adapter among several.
     """
 
     def __init__(self, run_folder: RunFolder, only: str | None = None) -> None:
         self._encoder = msgspec.json.Encoder()
         self._jsonl = JsonlSink(run_folder.metrics)
         self._tensorboard: SummaryWriter | None = None
-        self._tensorboard_folder = run_folder.tensorboard
-        self._left_out = "" if only is None else f"{only}/"
+        self._folder, self._only, self._left_out = run_folder, only, "" if only is None else f"{only}/"
 
     def write(self, record: records.Record) -> None:
         """Append one record; its file holds the record on return. Long texts of answers are cut in the middle."""
@@ -43,13 +43,21 @@ class MetricsWriter:
         if isinstance(record, records.EvalRecord):
             shown = msgspec.structs.replace(record, samples=[*map(_shortened, record.samples)])
         self._jsonl.write(self._encoder.encode(shown))
-        if values := records.scalars(record):
-            if self._tensorboard is None:
-                from torch.utils.tensorboard import SummaryWriter  # takes about a second
+        points = iter((record,))
+        resumed = isinstance(record, records.ResumeRecord) and record.adapter == self._only
+        if self._tensorboard is None and (resumed or records.scalars(record)):
+            from torch.utils.tensorboard import SummaryWriter  # takes about a second
 
-                self._tensorboard = SummaryWriter(str(self._tensorboard_folder), flush_secs=10)
-            for tag, value in values.items():
-                self._tensorboard.add_scalar(tag.removeprefix(self._left_out), value, records.position(record))
+            # Readers ignore the first purge of a folder, so a new run has one that removes nothing.
+            since = records.position(record) if resumed else 0
+            purge = None if self._only is None else since
+            self._tensorboard = SummaryWriter(str(self._folder.tensorboard), purge_step=purge, flush_secs=10)
+            if resumed:  # a purge removes valid points from there on as well
+                points = (kept for kept in reader.iter_metrics(self._folder) if records.position(kept) >= since)
+        if self._tensorboard is not None:
+            for point in points:
+                for tag, value in records.scalars(point).items():
+                    self._tensorboard.add_scalar(tag.removeprefix(self._left_out), value, records.position(point))
 
     def close(self) -> None:
         self._jsonl.close()

@@ -82,7 +82,9 @@ def send(
     with tracker.only_one(folder, name):
         client = CLIENTS[name].make(tracker.tracked_run(folder, shown, tracker.public_config(config)), place, within)
         announce(client.where)
-        return tracker.follow(folder, client, ended, wait=wait, every_s=every_s)
+        behind = config.checkpoint.every_steps - 1 + config.checkpoint.max_behind
+        only = config.only_adapter
+        return tracker.follow(folder, client, ended, behind=behind, only=only, wait=wait, every_s=every_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,8 +2,9 @@
 
 W&B: a record is one row of the history, at the step that is its line in ``metrics.jsonl``. Lines only ascend, as W&B
 demands of steps: its own step is the last line it holds, and a row sent twice is ignored. The x axis of an adapter's
-curves is ``NAME/step``, the position that TensorBoard has. Offline, W&B knows nothing of earlier processes: each start
-writes the whole run again and removes unfinished ones.
+curves is ``NAME/step``, the position that TensorBoard has; ``train/step`` in a run of one, as Trackio keeps ``step`` to
+itself. Offline, W&B knows nothing of earlier processes: each start writes the whole run again and removes unfinished
+ones.
 
 MLflow: a record is a set of metrics at its position, at a time that is made from the record alone. A run is found by a
 tag with its key. Another tag has the last line that was sent, and is written after its metrics. A process that is
@@ -26,7 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import EvalRecord, position, scalars
+from areal_lora.obs.metrics.records import EvalRecord, Record, position, scalars
 from areal_lora.obs.tracking.tracker import Ending, MetricsRow, TrackedRun, flat, masked_text, require, speaking_to
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ WANDB = "Weights & Biases"
 COLUMNS = ["prompt", "completion", "gold", "reward", "correct"]
 ID = 64
 """Characters of the id of a run of SwanLab."""
+
+
+def axis_of(record: Record) -> str:
+    return f"{record.adapter or 'train'}/step"
 
 
 def remove_others(current: Path, pattern: str) -> None:
@@ -100,11 +105,12 @@ class WandbTracker:
                     data = [[s.prompt, s.completion, s.gold, s.reward, s.correct] for s in row.record.samples]
                     values[f"{prefix}samples/{row.record.name}"] = self._sdk.Table(columns=COLUMNS, data=data)
                 if values:
-                    if prefix not in self._axes:
-                        self._axes.add(prefix)
-                        self._run.define_metric(f"{prefix}step", hidden=True)
-                        self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
-                    self._run.log({**values, f"{prefix}step": position(row.record)}, step=row.line, commit=True)
+                    axis = axis_of(row.record)
+                    if axis not in self._axes:
+                        self._axes.add(axis)
+                        self._run.define_metric(axis, hidden=True)
+                        self._run.define_metric(f"{prefix}*", step_metric=axis)
+                    self._run.log({**values, axis: position(row.record)}, step=row.line, commit=True)
 
     def end(self, ending: Ending | None) -> None:
         with speaking_to(WANDB):
@@ -148,8 +154,7 @@ class TrackioTracker:
         with speaking_to("Trackio"):
             for row in rows:
                 if values := scalars(row.record):
-                    prefix = f"{row.record.adapter}/" if row.record.adapter else ""
-                    self._run.log({**values, f"{prefix}step": position(row.record)}, step=row.line)
+                    self._run.log({**values, axis_of(row.record): position(row.record)}, step=row.line)
 
     def end(self, ending: Ending | None) -> None:
         with speaking_to("Trackio"), redirect_stdout(sys.stderr):

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Protocol
 
+import msgspec
+
 from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.obs.metrics import records
@@ -182,27 +184,28 @@ POLL_S = 1.0
 ROWS = 200
 """Rows that a tracker gets at a time."""
 HOLD_S = 120.0
-"""The longest wait of a step for the checkpoint that contains it."""
+"""The longest wait of a step for the checkpoint that contains it, beside the time of the steps before that one."""
 
 
 class _UnsavedSteps:
-    """The steps of each adapter that no checkpoint contains yet, oldest first: (line, step, time of reading).
+    """The steps of each adapter that no checkpoint contains yet, oldest first: (line, record, time of reading).
 
-    The wait ends at a record ``HOLD_S`` younger than the step: a run that starts again reports first what is undone.
+    The wait ends at a record that is younger than the step by ``HOLD_S`` and ``behind`` steps, as long as the slowest
+    that waits: a run that starts again reports first what is undone.
     """
 
-    def __init__(self) -> None:
-        self._steps: dict[str, deque[tuple[int, int, float]]] = {}
-        self._newest_s = 0.0
+    def __init__(self, behind: int) -> None:
+        self._steps: dict[str, deque[tuple[int, records.StepRecord, float]]] = {}
+        self._behind, self._newest_s = behind, 0.0
 
     def see(self, line: int, record: records.Record, now_s: float) -> None:
         self._newest_s = now_s
         unsaved = self._steps.setdefault(record.adapter, deque())
         match record:
-            case records.StepRecord(step=step):
-                unsaved.append((line, step, now_s))
+            case records.StepRecord():
+                unsaved.append((line, record, now_s))
             case records.CheckpointRecord(version=version, failed=False):
-                while unsaved and unsaved[0][1] < version:
+                while unsaved and unsaved[0][1].step < version:
                     unsaved.popleft()
             case records.ResumeRecord():
                 unsaved.clear()  # each step before it is in its checkpoint, or void
@@ -210,7 +213,8 @@ class _UnsavedSteps:
     def first(self) -> int | None:
         """The line of the first step that is still to wait; None if none is."""
         for unsaved in self._steps.values():
-            while unsaved and self._newest_s - unsaved[0][2] >= HOLD_S:
+            hold_s = HOLD_S + self._behind * max((step.step_s for _, step, _ in unsaved), default=0.0)
+            while unsaved and self._newest_s - unsaved[0][2] >= hold_s:
                 unsaved.popleft()
         return min((unsaved[0][0] for unsaved in self._steps.values() if unsaved), default=None)
 
@@ -219,13 +223,22 @@ class MetricsFollower:
     """Reads the file twice: far ahead to find out what counts, then up to the first step that may still be undone.
 
     A run that crashes resumes from its newest checkpoint and repeats the steps after it. So a step, and all lines after
-    it, wait for a checkpoint that contains it, at most ``HOLD_S``. Lines up to ``sent`` are skipped. Memory is bounded.
+    it, wait for a checkpoint that contains it, which comes ``behind`` steps later at most. Lines up to ``sent`` are
+    skipped. Memory is bounded. The rows of ``only`` name no adapter, as its tags in TensorBoard (`MetricsWriter`).
     """
 
-    def __init__(self, run_folder: RunFolder, sent: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run_folder: RunFolder,
+        sent: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        behind: int = 0,
+        only: str | None = None,
+    ) -> None:
         self._ahead, self._behind = MetricsTail(run_folder), MetricsTail(run_folder)
-        self._sent, self._clock = sent, clock
-        self._undone, self._held = VoidRecords(), _UnsavedSteps()
+        self._sent, self._clock, self._only = sent, clock, only
+        self._undone, self._held = VoidRecords(), _UnsavedSteps(behind)
         self._known = self._line = 0
         self._waiting: deque[records.Record] = deque()
         self._time_s = 0.0
@@ -251,7 +264,8 @@ class MetricsFollower:
             if isinstance(record, TIMED):
                 self._time_s = max(self._time_s, record.time_s)
             if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
-                yield MetricsRow(line=self._line, time_s=self._time_s, record=record)
+                shown = msgspec.structs.replace(record, adapter="") if record.adapter == self._only else record
+                yield MetricsRow(line=self._line, time_s=self._time_s, record=shown)
 
 
 def follow(
@@ -259,17 +273,19 @@ def follow(
     tracker: Tracker,
     ended: Callable[[], str | None],
     *,
+    behind: int = 0,
+    only: str | None = None,
     wait: bool = True,
     every_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
-    """Send what ``tracker`` does not hold.
+    """Send what ``tracker`` does not hold; ``behind`` and ``only`` are as in `MetricsFollower`.
 
     ``ended`` returns how the run has ended, None: it has not. It is called every ``every_s`` seconds at most; its
     result is returned at the end. Steps without a checkpoint are sent once the run is done. Without ``wait`` it sends
     what is there once. The tracker learns of an interrupt.
     """
-    follower, due = MetricsFollower(folder, tracker.held()), 0.0
+    follower, due = MetricsFollower(folder, tracker.held(), behind=behind, only=only), 0.0
     try:
         while True:
             state = None

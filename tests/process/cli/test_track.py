@@ -67,7 +67,8 @@ def as_tensorboard(folder: RunFolder, tracker: object) -> Curves:
     events = EventAccumulator(str(folder.tensorboard), size_guidance={"scalars": 0})
     events.Reload()
     at = "_at_" if isinstance(tracker, Mlflow) else "@"
-    return {tag.replace("@", at): [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = {tag: tag.removeprefix("toy/").replace("@", at) for tag in events.Tags()["scalars"]}  # of its only adapter
+    return {tags[tag]: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
 
 
 def single(curves: Curves) -> Curves:
@@ -120,9 +121,9 @@ def of_wandb(folder: RunFolder, found: dict) -> None:  # type: ignore[type-arg]
     assert found["config"]["adapters"][0]["rank"] == 8
     assert found["summary"]["state"] == "done"
     assert found["summary"]["summary/steps"] == 40
-    assert found["axes"]["toy/*"] == "toy/step"
+    assert found["axes"]["*"] == "train/step"
     assert "report.html" in found["files"]
-    tables = [row["values"]["toy/samples/held-out"] for row in found["rows"] if "toy/samples/held-out" in row["values"]]
+    tables = [row["values"]["samples/held-out"] for row in found["rows"] if "samples/held-out" in row["values"]]
     assert len(tables) == 5
     [folder_of_run] = (folder.tracking / "wandb").glob("offline-run-*")
     table = json.loads((folder_of_run / "files" / tables[0]["path"]).read_text())
@@ -142,7 +143,7 @@ def of_mlflow(folder: RunFolder, tracker: Mlflow, place: Path) -> None:
     metrics = dict(tracker.rows("select key, value from metrics where run_uuid = ? and key like 'summary/%'", run))
     assert metrics["summary/steps"] == 40
     # Two seconds a step from the recorded start on.
-    times = tracker.rows("select step, timestamp from metrics where run_uuid = ? and key = 'toy/train/loss'", run)
+    times = tracker.rows("select step, timestamp from metrics where run_uuid = ? and key = 'train/loss'", run)
     began = 1767225600000
     assert sorted(times) == [(step, began + 2000 * (step + 1)) for step in range(40)]
     assert "&quot;rank&quot;: 8" in next(place.rglob("report.html")).read_text()

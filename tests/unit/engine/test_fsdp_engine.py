@@ -26,7 +26,9 @@ from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.shape import read_shape
 from areal_lora.families.sites import PassSizes
+from areal_lora.obs.trace import Spans
 from areal_lora.types import AdapterSpec
+from tests.support.clocks import Clock
 from tests.support.families.tiny_families import save
 
 CPU = torch.device("cpu")
@@ -81,6 +83,22 @@ def test_positions_stay_fp32_beside_a_bf16_base(world: None, tmp_path: Path) -> 
     assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
     found = engine.logprobs(scoring_batch(ROWS, "a"), adapter=None)
     assert (found - one_by_one(folder, torch.bfloat16)).abs().mean() < 0.03
+
+
+def test_spans_of_passes_end_with_the_devices_work_and_not_with_its_queueing(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, clock, batch = engine_of(save("llama", tmp_path)), Clock(), scoring_batch(ROWS, "a")
+    engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
+
+    def finish(device: torch.device) -> None:
+        clock.now += 5.0
+
+    monkeypatch.setattr(adapter_engine, "finish_stream", finish)
+    engine.spans = Spans(clock=clock)
+    engine.logprobs(batch, adapter="a")
+    engine.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    assert engine.spans.seconds == {"score": 5.0, "passes": 5.0}
 
 
 def test_offloaded_shards_train_alike(world: None, tmp_path: Path) -> None:

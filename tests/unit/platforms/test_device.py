@@ -10,6 +10,7 @@ import torch
 
 from areal_lora.errors import ConfigError
 from areal_lora.platforms.device import (
+    finish_stream,
     held_bytes,
     host_buffer,
     lane_of,
@@ -28,6 +29,16 @@ def test_a_rank_takes_the_device_of_its_place_on_the_node(monkeypatch):
     assert own_device("cuda", 3) == torch.device("cuda", 3)
     assert own_device("cpu", 3) == torch.device("cpu")
     assert chosen == [torch.device("cuda", 3)]
+
+
+def test_the_end_of_a_pass_waits_for_its_own_stream_and_not_for_a_publish(monkeypatch):
+    waits, device = [], torch.device("cuda", 3)
+    stream = types.SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    module = types.SimpleNamespace(current_stream=lambda of: stream if of == device else None)  # no `synchronize`
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    finish_stream(device)
+    finish_stream(torch.device("cpu"))
+    assert waits == ["stream"]
 
 
 def test_a_device_has_one_lane_which_is_never_a_stream_of_the_models_pool(monkeypatch):

@@ -4,14 +4,16 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import AdapterStateRecord, EvalRecord, SampleRecord
+from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, EvalRecord, ResumeRecord, SampleRecord
 from areal_lora.obs.metrics.writer import TEXT_CHARS, MetricsWriter, cut_middle
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
@@ -76,6 +78,49 @@ def test_tags_of_the_only_adapter_have_no_name(tmp_path: Path, only: str | None,
     events.Reload()
     tags = [found for found in events.Tags()["scalars"] if found.endswith("train/reward_mean")]
     assert tags == [tag]
+
+
+@pytest.mark.parametrize("reader", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
+def test_steps_that_a_resume_voids_are_not_in_tensorboard(tmp_path: Path, reader: type[Any]) -> None:
+    """Of the library's readers the second one is the server's own; each file is a process of the trainer."""
+    folder, loss = RunFolder(tmp_path), 0.0
+    for first, end in ((0, 30), (20, 35), (33, 40)):
+        with MetricsWriter(folder, "toy") as writer:
+            if first:
+                writer.write(ResumeRecord(adapter="toy", version=first, time_s=1.0))
+            for step in range(first, end):
+                loss += 1.0
+                writer.write(step_record(adapter="toy", step=step, version=step, time_s=1.0, loss=loss))
+                writer.write(CheckpointRecord(adapter="toy", version=step + 1, write_s=loss))
+                if step % 10 == 9:
+                    late = 2  # steps more may run before a version is evaluated
+                    writer.write(EvalRecord(adapter="toy", version=step + 1, step=step + 1 + late, accuracy=loss, n=1))
+    events = reader(str(folder.tensorboard))
+    events.Reload()
+
+    def curve(tag: str) -> list[tuple[int, float]]:
+        if reader is EventAccumulator:
+            return [(e.step, e.value) for e in events.Scalars(tag)]
+        return [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)]
+
+    # 30 steps, of which 20 stay; 15 from 20 on, of which 13 stay; 7 from 33 on.
+    kept = [float(n) for n in [*range(1, 21), *range(31, 44), *range(46, 53)]]
+    assert curve("train/loss") == list(enumerate(kept))
+    assert sorted(curve("checkpoint/write_s")) == list(enumerate(kept, 1))
+    assert sorted(curve("eval/accuracy")) == [(12, 10.0), (22, 20.0), (32, 40.0), (42, 52.0)]
+
+
+def test_a_resume_of_one_adapter_of_several_removes_no_points_of_the_others(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with MetricsWriter(folder) as writer:
+        for step, adapter in enumerate("abababab"):
+            writer.write(step_record(adapter=adapter, step=step, version=step, time_s=1.0, loss=1.0))
+    with MetricsWriter(folder) as writer:
+        writer.write(ResumeRecord(adapter="a", version=2, time_s=1.0))
+        writer.write(step_record(adapter="a", step=2, version=2, time_s=1.0, loss=2.0))
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert [e.step for e in events.Scalars("b/train/loss")] == [1, 3, 5, 7]
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ import importlib.util
 import re
 import sys
 from importlib.machinery import ModuleSpec
-from typing import get_args
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.sections.run import TrackerName
+from areal_lora.config.sections.run import CheckpointConfig, TrackerName
 from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.obs.tracking.main import CLIENTS, check_clients, clients_of
+from areal_lora.obs.tracking.main import CLIENTS, Client, check_clients, clients_of, send
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.obs.fake_run import make_config
 from tests.support.paths import EXAMPLES, ROOT
 
 
@@ -42,6 +46,17 @@ def test_an_address_that_only_the_user_knows_is_missed(monkeypatch: pytest.Monke
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     check_clients(["mlflow"])
     assert CLIENTS["mlflow"].place == "http://127.0.0.1:1"
+
+
+def test_what_a_tracker_gets_follows_from_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, given = SimpleNamespace(where="memory"), dict[str, Any]()
+    monkeypatch.setitem(CLIENTS, "wandb", Client("wandb", "NONE", None, lambda *_: client))
+    monkeypatch.setattr("areal_lora.obs.tracking.tracker.follow", lambda *_, **options: given.update(options))
+    checkpoint = CheckpointConfig(every_steps=20, max_behind=3)
+    config = make_config().model_copy(update={"checkpoint": checkpoint})
+    send(RunFolder(tmp_path), config, "wandb", "", lambda: None, lambda _: None)
+    assert given["behind"] == 22, "a crash repeats at most 23 steps, of which the first waits for 22"
+    assert given["only"] == "toy"
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

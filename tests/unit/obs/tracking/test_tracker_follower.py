@@ -9,10 +9,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.records import (
+    CheckpointRecord,
+    EvalRecord,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    StepRecord,
+    position,
+    scalars,
+)
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.tracking.tracker import HOLD_S, MetricsFollower, MetricsRow
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.clocks import Clock
@@ -74,6 +85,55 @@ def test_a_step_waits_until_a_record_is_two_minutes_newer(tmp_path: Path) -> Non
     assert records(follower.read_new()) == [], "the run may start again, and a resume may undo both"
     append(folder, step(2))
     assert records(follower.read_new()) == [step(0), step(1)]
+
+
+def test_rare_checkpoints_of_slow_steps_keep_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+    """A checkpoint every 20 steps of a minute; killed after step 38. Two minutes of hold would send 18 steps twice."""
+    folder, clock, sent = RunFolder(tmp_path), Clock(), list[Record]()
+    follower = MetricsFollower(folder, clock=clock, behind=19)
+
+    def run(steps: range, loss: float) -> None:
+        for index in steps:
+            clock.now += 60.0
+            append(folder, msgspec.structs.replace(step(index, loss=loss), step_s=60.0))
+            append(folder, *([saved(index + 1)] if (index + 1) % 20 == 0 else []))
+            sent.extend(records(follower.read_new()))
+
+    run(range(39), 1.0)
+    append(folder, resume(20))
+    run(range(20, 45), 2.0)
+    steps = [(record.step, record.metrics["train/loss"]) for record in sent if isinstance(record, StepRecord)]
+    assert steps == [(index, 1.0 if index < 20 else 2.0) for index in range(40)]
+
+
+def test_steps_of_an_adapter_that_never_saves_end_the_wait_of_the_others(tmp_path: Path) -> None:
+    folder, clock = RunFolder(tmp_path), Clock()
+    follower = MetricsFollower(folder, clock=clock, behind=19)
+    failed = msgspec.structs.replace(step(0, "b"), step_s=60.0)
+    append(folder, failed)
+    assert records(follower.read_new()) == []
+    clock.now = HOLD_S + 19 * 60.0 - 1
+    append(folder, saved(20))
+    assert records(follower.read_new()) == []
+    clock.now += 1
+    append(folder, saved(21))
+    assert records(follower.read_new()) == [failed, saved(20), saved(21)]
+
+
+@pytest.mark.parametrize("only", ["a", None])
+def test_scalars_have_the_tags_and_values_of_tensorboard(tmp_path: Path, only: str | None) -> None:
+    folder = RunFolder(tmp_path)
+    evaluation = EvalRecord(version=1, step=1, accuracy=0.5, n=4, adapter="a")
+    with MetricsWriter(folder, only) as writer:
+        for record in (step(0, loss=0.25), saved(1), evaluation, *([] if only else [step(0, "b", 0.5), saved(1, "b")])):
+            writer.write(record)
+    events, found = EventAccumulator(str(folder.tensorboard)), dict[str, list[tuple[int, float]]]()
+    events.Reload()
+    for row in MetricsFollower(folder, only=only).read_new():
+        for tag, value in scalars(row.record).items():
+            found.setdefault(tag, []).append((position(row.record), pytest.approx(value)))
+    assert found == {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert ("train/loss" in found) == (only is not None)
 
 
 def test_a_step_that_a_crash_undid_is_never_sent(tmp_path: Path) -> None:
