@@ -190,7 +190,8 @@ async def agent_gateway() -> AsyncIterator[Sessions]:
         ]
     )
     with socket.create_server((HOST, 0)) as sock:
-        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None)
+        # Clients keep connections for minutes; a request on one that is being closed is an error of the agent.
+        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None, keep_alive_s=3600)
         serving = watched_task("agent-endpoint", server.serve)
         sessions.port = sock.getsockname()[1]
         try:
