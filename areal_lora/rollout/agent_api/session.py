@@ -15,7 +15,7 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
@@ -111,8 +111,10 @@ class Session:
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
         prompt = self.prompts.of(request)
-        if not 0 < (n := len(prompt.token_ids)) < self.context.max_model_len:
-            raise AgentRequestError(400, f"{n} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
+        if not (n := len(prompt.token_ids)):
+            raise AgentRequestError(400, "the prompt has no tokens")
+        if n >= (limit := self.context.max_model_len):
+            raise context_full(n, limit)
         return prompt
 
     async def answer(

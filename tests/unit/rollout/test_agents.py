@@ -353,7 +353,7 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
         ({"n": 0}, 400, "n is 1"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": None, "prompt": "x"}, 400, "give messages"),
-        ({"messages": [user("x" * MAX_MODEL_LEN)]}, 400, "prompt tokens"),
+        ({"messages": [user("x" * MAX_MODEL_LEN)]}, 400, "prompt is too long"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_and_the_agent_goes_on(

@@ -135,6 +135,7 @@ def test_errors_have_anthropics_shape() -> None:
             ({"messages": [{"role": "user", "content": [image]}]}, "type image"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
             ({"messages": []}, "messages"),
+            ({"system": "x" * 2041}, r"prompt is too long: 2059 tokens > 2047 maximum"),
         ]
         for change, words in refused:
             with pytest.raises(anthropic.BadRequestError, match=words) as caught:

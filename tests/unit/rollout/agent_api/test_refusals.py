@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from areal_lora.rollout.agents import AgentTask
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, saying
-from tests.support.rollout.texts import EOS
+from tests.support.rollout.texts import EOS, MAX_MODEL_LEN
 
 RESPONSES, CHAT, TEXT = "/responses", "/chat/completions", "/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "hi"}, TEXT: {"prompt": "hi"}}
@@ -121,6 +122,34 @@ def test_what_cannot_be_done_is_refused() -> None:
     for (_, body, words), (status, reply) in zip(IMPOSSIBLE, replies, strict=True):
         assert status == 400, body
         assert words in reply["error"]["message"]
+
+
+LIMIT = 32 * MAX_MODEL_LEN
+LONG = "x" * (LIMIT - len("<user:>"))  # one token more than what leaves room for an answer
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
+def test_clients_recognise_that_the_context_is_full(path: str) -> None:
+    """By what LiteLLM and others look for; its count and limit are numbers that they read."""
+    (field,) = BODIES[path]
+    body = {field: [{"role": "user", "content": LONG}] if path == CHAT else LONG.ljust(LIMIT, "x")}
+    status, reply, _ = ask(path, **body)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert reply["error"]["type"] == "invalid_request_error"
+    found = re.search(
+        r"This model's maximum context length is (\d+) tokens\. However, your messages have (\d+) tokens",
+        reply["error"]["message"],
+    )
+    assert found is not None
+    assert int(found[1]) == LIMIT
+    assert int(found[2]) == {CHAT: LIMIT, RESPONSES: LIMIT + len("<user:>"), TEXT: LIMIT + 1}[path]
+
+
+def test_other_errors_have_their_status_as_code() -> None:
+    _, reply, _ = ask(CHAT, temperature=0.3)
+    assert reply["error"]["code"] == 400
+    _, reply, _ = ask(TEXT, prompt=[7] * (LIMIT - 1))
+    assert "choices" in reply, "it leaves room for one token"
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:
