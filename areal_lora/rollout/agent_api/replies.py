@@ -112,7 +112,8 @@ def _forced(choice: Any, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 class SamplingRequest:
     """``turns`` of a chat, or else a ``prompt``. ``tools`` are those that the prompt names, in the chat format.
 
-    ``tool_choice`` and ``response_format`` are those of any of the APIs.
+    ``tool_choice`` and ``response_format`` are those of any of the APIs. The first turn is ``instructed`` if it is a
+    response's instructions, which those that continue the response do not have.
     """
 
     model: str
@@ -127,6 +128,7 @@ class SamplingRequest:
     top_logprobs: int | None = None  # None: no log-probabilities
     tool_choice: Any = None
     response_format: Any = None
+    instructed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_N:

@@ -30,7 +30,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | None]) -> SamplingRequest:
-    """``earlier`` returns the turns up to and with a response of the session. Raises AgentRequestError."""
+    """``earlier`` returns the turns up to and with a response of the session, without its instructions.
+
+    Raises AgentRequestError.
+    """
     request = chat.converted(body, ResponsesRequest)
     before: tuple[Turn, ...] = ()
     if request.prompt:
@@ -38,12 +41,13 @@ def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | N
     if request.previous_response_id is not None:
         if (found := earlier(request.previous_response_id)) is None:
             raise refuse("previous_response_id", f"this key has no response {request.previous_response_id!r}")
-        before = tuple(turn for turn in found if turn.role != "system")
+        before = tuple(found)
     system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
     return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
+        instructed=bool(system),
         tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
         tool_choice=request.tool_choice,
         response_format=(request.text or {}).get("format"),

@@ -81,8 +81,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Session:
     """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
 
-    ``responses`` has by the id of a response the turns up to its first answer and with it, ``turns`` by the number of
-    a conversation those up to its last answer.
+    ``responses`` has by the id of a response the turns up to its first answer and with it, and whether the first is its
+    instructions; ``turns`` by the number of a conversation those up to its last answer.
     """
 
     context: WorkflowContext
@@ -91,7 +91,7 @@ class Session:
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
-    responses: dict[str, KnownTurns] = field(default_factory=dict)
+    responses: dict[str, tuple[KnownTurns, bool]] = field(default_factory=dict)
     turns: dict[int, KnownTurns] = field(default_factory=dict)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
@@ -175,7 +175,7 @@ class Session:
             answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
             if (turns := self.prompts.answered(request, prompt, reply, conversation)) is not None:
                 self.turns[at] = turns
-                self.responses.setdefault(f"resp_{number}", turns)
+                self.responses.setdefault(f"resp_{number}", (turns, request.instructed))
         record = RequestRecord(
             known=prompt.n_known,
             turns=request.turns or (),
@@ -225,9 +225,11 @@ class Session:
         return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
 
     def earlier(self, response_id: str) -> list[Turn] | None:
-        """The turns up to and with a response."""
-        known = self.responses.get(response_id)
-        return None if known is None else known.turns()
+        """The turns up to and with a response, without its instructions."""
+        if (found := self.responses.get(response_id)) is None:
+            return None
+        known, instructed = found
+        return known.turns()[instructed:]
 
     def spell(self, token: int) -> str:
         return self.context.tokenizer.decode([token], skip_special_tokens=False)
