@@ -4,11 +4,14 @@ Other fields that the endpoint does not know are ignored, as OpenAI's servers ig
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.errors import RolloutError
+from areal_lora.processes.log import get_logger
 
+log = get_logger(__name__)
 _POLICY = "it would change the policy that is sampled and trained; leave it out"
 _GRAMMAR = "the endpoint has JSON schemas only; give response_format"
 _TEMPLATE = "the run's configuration has the template's arguments (task.format); leave it out"
@@ -40,6 +43,12 @@ class AgentRequestError(RolloutError):
 
 def refuse(param: str, reason: str) -> AgentRequestError:
     return AgentRequestError(400, f"{param}: {reason}", param)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log what agents may repeat in every request once in the process."""
+    log.warning(message)
 
 
 def context_full(n: int, limit: int) -> AgentRequestError:

@@ -119,7 +119,7 @@ def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], 
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
         "model": model,
-        "output": _items(answered, status, spell) if answered.replies else [],
+        "output": _items(answered, status, body, spell) if answered.replies else [],
         "parallel_tool_calls": answered.request.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
@@ -134,7 +134,7 @@ def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], 
     }
 
 
-def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[str, Any]]:
+def _items(answered: CompletedRequest, status: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:
@@ -146,6 +146,9 @@ def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[s
         )
     for call in reply.turn.calls:
         named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        for tool in body["tools"]:
+            if tool["type"] == "namespace" and any(each.get("name") == call.name for each in tool["tools"]):
+                named["namespace"] = tool["name"]
         items.append({"id": f"fc_{call.id}", "type": "function_call", **named, "status": "completed"})
     return items
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areal_lora.rollout.agent_api.refusals import warn_once
 from areal_lora.rollout.agents import AgentTask
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, saying
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN
@@ -99,11 +100,11 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
-    (CHAT, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
     (RESPONSES, {"previous_response_id": "resp_7"}, "previous_response_id"),
     (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    (RESPONSES, {"tools": [{"type": "computer_use_preview"}]}, "tools[0]"),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": [{"type": "custom"}]}]}, "type custom"),
     (RESPONSES, {"prompt": {"id": "x"}}, "prompt"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     (CHAT, {"n": 129}, "n is 1 to 128"),
@@ -150,6 +151,68 @@ def test_other_errors_have_their_status_as_code() -> None:
     assert reply["error"]["code"] == 400
     _, reply, _ = ask(TEXT, prompt=[7] * (LIMIT - 1))
     assert "choices" in reply, "it leaves room for one token"
+
+
+PROVIDERS: list[Any] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "image_generation"},
+    {"type": "code_interpreter", "container": "x"},
+    {"type": "file_search"},
+    {"type": "local_shell"},
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_tools_that_only_a_provider_runs_are_left_out_with_a_line_of_the_log(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    _, _, request = ask(path, tools=[*PROVIDERS, TOOL])
+    assert "".join(map(chr, request["prompt"])) == "[add]<user:hi>"
+    ask(path, tools=PROVIDERS)
+    left_out = [line.split()[3] for line in caplog.messages if "only a provider" in line]
+    assert left_out == [tool["type"] for tool in PROVIDERS]
+
+
+def test_functions_of_a_namespace_are_called_with_it() -> None:
+    tool = {"type": "namespace", "name": "math", "tools": [{"type": "function"} | FUNCTION]}
+    other = {"type": "function", "name": "sub"}
+    replies: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        _, first = await asked(task, RESPONSES, input="hi", tools=[tool, other])
+        given = [{"role": "user", "content": "hi"}, *first["output"]]
+        results = [{"type": "function_call_output", "call_id": c["call_id"], "output": "3"} for c in first["output"]]
+        await asked(task, RESPONSES, input=[*given, *results], tools=[tool, other])
+        replies.extend(first["output"])
+        return 1.0
+
+    made = episode(agent, saying(['{add {"a": 1}}{sub {"a": 1}}', "hey"]))
+    assert [(call["name"], call.get("namespace")) for call in replies] == [("add", "math"), ("sub", None)]
+    (trajectory,) = made.group.trajectories
+    assert "".join(map(chr, trajectory.token_ids)).startswith("[add][sub]<user:hi>")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_format_beside_tools_is_sampled_freely_and_trained_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    form: dict[str, Any] = {"type": "json_object"}
+    body = {"tools": [TOOL]} | ({"response_format": form} if path == CHAT else {"text": {"format": form}})
+    made: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        for _ in range(2):
+            made.append(await asked(task, path, **(BODIES[path] | body)))
+        made.append(await asked(task, path, **(BODIES[path] | body | {"tool_choice": "required"})))
+        return 1.0
+
+    server = saying(["{}", "{}", '[{"name": "add", "parameters": {}}]'])
+    trajectories = episode(agent, server).group.trajectories
+    assert [status for status, _ in made] == [200] * 3
+    assert [each.loss_mask[-3:] for each in trajectories] == [[1, 1, 1]] * 2, "a forced call is not trained on"
+    assert ["structured_outputs" in request for request in server.requests] == [False, False, True]
+    assert len([line for line in caplog.messages if "response_format" in line]) == 1
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:
