@@ -11,7 +11,7 @@ from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, Pos
 
 class PromptFormat(Section):
     kind: Literal["template", "chat", "chat_append"] = "template"
-    """`chat`: by the tokenizer's chat template. `chat_append`: by it, but earlier turns stay as they were sampled."""
+    """`chat`: by the tokenizer's chat template; with `chat_append` earlier turns stay as sampled."""
     template: str = "{prompt}"
     """Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by `columns.prompt`.
     Unused with `columns.messages`."""

@@ -76,7 +76,7 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function tools in the chat format, which templates and parsers take; also from the format of responses.
 
     Functions of a namespace are as any other. `strict` is dropped: only `tool_choice` forces calls. Tools that
-    only a provider can run are left out. Raises AgentRequestError for tools of other types.
+    only a provider can run are omitted. Raises AgentRequestError for tools of other types.
     """
     converted = []
     for i, tool in enumerate(tools or ()):
@@ -86,7 +86,7 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
             converted += chat_tools(tool.get("tools"))
             continue
         if isinstance(kind, str) and kind.startswith(_OF_PROVIDERS):
-            warn_once(f"tools of type {kind} are left out: only a provider can run them")
+            warn_once(f"tools of type {kind} are omitted: only a provider can run them")
             continue
         if kind != "function":
             raise refuse(at, f"a tool of type {kind}; only functions can be called here")

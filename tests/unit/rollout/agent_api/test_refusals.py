@@ -164,15 +164,15 @@ PROVIDERS: list[Any] = [
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
-def test_tools_that_only_a_provider_runs_are_left_out_with_a_line_of_the_log(
+def test_tools_that_only_a_provider_runs_are_omitted_with_a_line_of_the_log(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()
     _, _, request = ask(path, tools=[*PROVIDERS, TOOL])
     assert "".join(map(chr, request["prompt"])) == "[add]<user:hi>"
     ask(path, tools=PROVIDERS)
-    left_out = [line.split()[3] for line in caplog.messages if "only a provider" in line]
-    assert left_out == [tool["type"] for tool in PROVIDERS]
+    omitted = [line.split()[3] for line in caplog.messages if "only a provider" in line]
+    assert omitted == [tool["type"] for tool in PROVIDERS]
 
 
 def test_functions_of_a_namespace_are_called_with_it() -> None:
