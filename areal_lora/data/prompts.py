@@ -103,9 +103,8 @@ class Formatter:
         """
         if not self.how.is_chat:
             return self.tokenizer.encode(text, add_special_tokens=False)
-        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        whole = self.chat([*turns, {"role": role, "content": _REPLY}], last=True)
-        after = whole.partition(_ANSWER)[2].replace(_REPLY, text) + self.how.prefill
+        after = self.after_answer([{"role": role, "content": _REPLY}], last=True).replace(_REPLY, text)
+        after += self.how.prefill
         return self.without_end(self.tokenizer.encode(after, add_special_tokens=False), answer_ids)
 
     def answer(self, text: str) -> list[int]:
@@ -113,9 +112,13 @@ class Formatter:
         ids = self.tokenizer.encode(text.removeprefix(self.how.prefill), add_special_tokens=False)
         if not self.how.is_chat:
             return [*ids, self.tokenizer.eos_token_id]
-        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        after = self.tokenizer.encode(self.chat(turns, last=False).partition(_ANSWER)[2], add_special_tokens=False)
+        after = self.tokenizer.encode(self.after_answer([], last=False), add_special_tokens=False)
         return [*ids, *(after[:1] or [self.tokenizer.eos_token_id])]
+
+    def after_answer(self, messages: list[dict[str, Any]], *, last: bool) -> str:
+        """What the chat template writes after an answer that ``messages`` follow; raises as `chat`."""
+        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        return self.chat([*turns, *messages], last=last).partition(_ANSWER)[2]
 
     def without_end(self, ids: list[int], answer_ids: Sequence[int]) -> list[int]:
         """Drop the end of turn with which ``ids`` starts where the model has sampled it."""

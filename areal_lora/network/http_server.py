@@ -25,9 +25,12 @@ CLOSE_S = 2  # for running requests at a stop; uvicorn takes whole seconds
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: other parts of the process share its event loop."""
+    """uvicorn without its signal handlers: other parts of the process share its event loop.
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+    A connection without a request is closed after ``keep_alive_s``.
+    """
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None, *, keep_alive_s: int = 5) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -35,6 +38,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                timeout_keep_alive=keep_alive_s,
                 timeout_graceful_shutdown=CLOSE_S,
                 ssl_context_factory=None if tls is None else lambda config, default: tls,
             )

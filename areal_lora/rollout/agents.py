@@ -148,7 +148,7 @@ MAX_BODY_BYTES = 16 << 20
 
 Body = dict[str, Any]
 _Handler = Callable[[Session, Request, Body], Coroutine[Any, Any, Response]]
-_ErrorBody = Callable[[int, str, str | None], Body]
+_ErrorBody = Callable[[int, str, str | None, str | None], Body]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,8 @@ async def agent_gateway() -> AsyncIterator[Sessions]:
         ]
     )
     with socket.create_server((HOST, 0)) as sock:
-        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None)
+        # Clients keep connections for minutes; a request on one that is being closed is an error of the agent.
+        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None, keep_alive_s=3600)
         serving = watched_task("agent-endpoint", server.serve)
         sessions.port = sock.getsockname()[1]
         try:
@@ -219,7 +220,7 @@ async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, r
     except HTTPException as error:
         return _error(error.status_code, error.detail, error_of=error_of)
     except AgentRequestError as error:
-        return _error(error.status, str(error), error.param, error_of)
+        return _error(error.status, str(error), error.param, error_of, error.code)
     except GenerationFault as fault:
         session.fail(fault)
         return _error(503, str(fault), error_of=error_of)
@@ -250,7 +251,7 @@ async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Bo
             yield b"data: [DONE]\n\n"
     except GenerationFault as fault:
         session.fail(fault)
-        yield event_bytes({"type": "error"} | api.error(503, str(fault), None), named=api.named)
+        yield event_bytes({"type": "error"} | api.error(503, str(fault), None, None), named=api.named)
     except asyncio.CancelledError:
         if not stream.whole.cancelled():  # else the session has ended
             raise
@@ -286,5 +287,7 @@ async def _checked_body(session: Session, request: Request) -> Body:
     return body
 
 
-def _error(status: int, message: str, param: str | None = None, error_of: _ErrorBody = error_body) -> Response:
-    return JSONResponse(error_of(status, message, param), status_code=status)
+def _error(
+    status: int, message: str, param: str | None = None, error_of: _ErrorBody = error_body, code: str | None = None
+) -> Response:
+    return JSONResponse(error_of(status, message, param, code), status_code=status)

@@ -10,7 +10,8 @@ from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, Pos
 
 
 class PromptFormat(Section):
-    kind: Literal["template", "chat"] = Field("template", description="`chat`: by the tokenizer's chat template.")
+    kind: Literal["template", "chat", "chat_append"] = "template"
+    """`chat`: by the tokenizer's chat template; with `chat_append` earlier turns stay as sampled."""
     template: str = "{prompt}"
     """Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by `columns.prompt`.
     Unused with `columns.messages`."""
@@ -22,7 +23,7 @@ class PromptFormat(Section):
 
     @property
     def is_chat(self) -> bool:
-        return self.kind == "chat"
+        return self.kind != "template"
 
     @model_validator(mode="after")
     def _only_of_a_chat(self) -> Self:

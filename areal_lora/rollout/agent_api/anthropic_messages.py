@@ -15,6 +15,7 @@ from areal_lora.rollout.agent_api.refusals import refuse
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 
 _THOUGHTS = ("thinking", "redacted_thinking")
+_ATTRIBUTION = "x-anthropic-billing-header"  # starts Claude Code's first block, which no two requests share
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -52,10 +53,10 @@ def parse_messages(body: dict[str, Any]) -> SamplingRequest:
     request = converted(body, MessagesRequest)
     if not request.messages:
         raise refuse("messages", "at least one")
-    system = plain(request.system, "system")
-    turns = [Turn(role="system", content=system)] if system else []
+    turns = _system(request.system or [], "system")
     for i, message in enumerate(request.messages):
-        turns += _turns(message, f"messages[{i}].content")
+        at = f"messages[{i}].content"
+        turns += _system(message.content, at) if message.role == "system" else _turns(message, at)
     tools = []
     for i, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
@@ -73,6 +74,12 @@ def parse_messages(body: dict[str, Any]) -> SamplingRequest:
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
     )
+
+
+def _system(content: str | list[dict[str, Any]], at: str) -> list[Turn]:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    text = plain([block for block in blocks if not str(block.get("text")).startswith(_ATTRIBUTION)], at)
+    return [Turn(role="system", content=text)] if text else []
 
 
 def _turns(message: _BlockMessage, at: str) -> Iterator[Turn]:

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
 from areal_lora.types import Generation
 
 T = TypeVar("T", bound=msgspec.Struct)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_OF_PROVIDERS = ("web_search", "image_generation", "code_interpreter", "file_search", "local_shell")
 ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -74,12 +75,19 @@ def plain(content: Any, at: str) -> str:
 def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function tools in the chat format, which templates and parsers take; also from the format of responses.
 
-    `strict` is dropped: only `tool_choice` forces calls. Raises AgentRequestError for tools of other types.
+    Functions of a namespace are as any other. `strict` is dropped: only `tool_choice` forces calls. Tools that
+    only a provider can run are omitted. Raises AgentRequestError for tools of other types.
     """
     converted = []
     for i, tool in enumerate(tools or ()):
         at = f"tools[{i}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace":
+            converted += chat_tools(tool.get("tools"))
+            continue
+        if isinstance(kind, str) and kind.startswith(_OF_PROVIDERS):
+            warn_once(f"tools of type {kind} are omitted: only a provider can run them")
+            continue
         if kind != "function":
             raise refuse(at, f"a tool of type {kind}; only functions can be called here")
         function = tool.get("function", tool)

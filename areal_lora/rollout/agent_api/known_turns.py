@@ -7,11 +7,14 @@ new::
     earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
 
 An answer counts as given back if its content and calls are those that the agent got. What the template would write for
-it may differ (spaces in the arguments of a call): the sampled tokens stay.
+it may differ (spaces in the arguments of a call): the sampled tokens stay. A template that writes earlier turns
+differently once others follow (without their thoughts) starts a new sequence, unless ``task.format.kind`` is
+``chat_append``: then what it writes for the new turns follows the earlier tokens.
 """
 
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +22,7 @@ import msgspec
 
 from areal_lora.data.prompts import Formatter
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import SampledReply, SamplingRequest, Turn, digest
 from areal_lora.rollout.workflow import PackedTurns
 
@@ -126,13 +129,26 @@ class Prompts:
         ids, encode = None, self.formatter.tokenizer.encode
         if known is not None:
             before = known.conversation.ids(known.end)
-            after = self._after(known, before[known.end - known.n_sampled :].tolist(), request, text)
-            if after is not None:
+            sampled = before[known.end - known.n_sampled :].tolist()
+            after = self._appended(turns[known.n :]) or self._after(known, sampled, request, text)
+            if after is None:
+                warn_once(
+                    "the chat template writes earlier turns differently, so that turns of a conversation are sequences"
+                    " of their own; task.format.kind=chat_append keeps them as they were sampled"
+                )
+            else:
                 ids = before
                 ids.extend(self.formatter.without_end(encode(after, add_special_tokens=False), ids))
         if ids is None:  # a template writes special tokens itself
             ids = array("i", encode(text, add_special_tokens=False))
         return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=(len(text), digest(b"", text)))
+
+    def _appended(self, new: Sequence[Turn]) -> str:
+        """With `chat_append` what the template writes for ``new`` turns after any answer; empty if it refuses them."""
+        if self.formatter.how.kind == "chat_append":
+            with suppress(ConfigError):
+                return self.formatter.after_answer([turn.for_template() for turn in new], last=True)
+        return ""
 
     def _after(self, known: KnownTurns, sampled: list[int], request: SamplingRequest, text: str) -> str | None:
         """What follows the answer, ``sampled``, in ``text``; None if the template writes the turns before it otherwise.

@@ -4,11 +4,14 @@ Other fields that the endpoint does not know are ignored, as OpenAI's servers ig
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.errors import RolloutError
+from areal_lora.processes.log import get_logger
 
+log = get_logger(__name__)
 _POLICY = "it would change the policy that is sampled and trained; leave it out"
 _GRAMMAR = "the endpoint has JSON schemas only; give response_format"
 _TEMPLATE = "the run's configuration has the template's arguments (task.format); leave it out"
@@ -33,13 +36,28 @@ _STATUS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_
 class AgentRequestError(RolloutError):
     """A request that is answered with ``status`` and an OpenAI error body; ``param`` is the field at fault."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        self.status, self.param = status, param
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        self.status, self.param, self.code = status, param, code
         super().__init__(message)
 
 
 def refuse(param: str, reason: str) -> AgentRequestError:
     return AgentRequestError(400, f"{param}: {reason}", param)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log what agents may repeat in every request once in the process."""
+    log.warning(message)
+
+
+def context_full(n: int, limit: int) -> AgentRequestError:
+    """In the words of both APIs, by which clients recognise that they have to shorten their messages."""
+    message = (
+        f"prompt is too long: {n} tokens > {limit - 1} maximum. This model's maximum context length is {limit} tokens."
+        f" However, your messages have {n} tokens"
+    )
+    return AgentRequestError(400, message, "messages", "context_length_exceeded")
 
 
 def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> None:
@@ -57,12 +75,12 @@ def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> No
         raise refuse("modalities", _ABSENT)
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error body."""
     kind = _STATUS.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
-def anthropic_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def anthropic_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _STATUS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

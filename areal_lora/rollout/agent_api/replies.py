@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias
 
 import msgspec
 
-from areal_lora.rollout.agent_api.refusals import refuse
+from areal_lora.rollout.agent_api.refusals import refuse, warn_once
 from areal_lora.types import Generation
 
 Spell: TypeAlias = Callable[[int], str]  # the text of one token
@@ -112,7 +112,8 @@ def _forced(choice: Any, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 class SamplingRequest:
     """``turns`` of a chat, or else a ``prompt``. ``tools`` are those that the prompt names, in the chat format.
 
-    ``tool_choice`` and ``response_format`` are those of any of the APIs.
+    ``tool_choice`` and ``response_format`` are those of any of the APIs. The first turn is ``instructed`` if it is a
+    response's instructions, which those that continue the response do not have.
     """
 
     model: str
@@ -127,6 +128,7 @@ class SamplingRequest:
     top_logprobs: int | None = None  # None: no log-probabilities
     tool_choice: Any = None
     response_format: Any = None
+    instructed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_N:
@@ -136,7 +138,7 @@ class SamplingRequest:
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise refuse("top_logprobs", f"0 to {MAX_TOP_LOGPROBS}")
         if _schema(self.response_format) is not None and self.tools:
-            raise refuse("response_format", "its grammar leaves no room for calls; leave it out, or tools")
+            warn_once("response_format beside tools has no grammar, which would leave no room for calls")
         if unknown := set(self.forced) - {tool["function"]["name"] for tool in self.tools}:
             raise refuse("tool_choice", f"tools has no {', '.join(sorted(unknown))}")
 
@@ -153,10 +155,11 @@ class SamplingRequest:
     def grammar(self) -> dict[str, Any] | None:
         """The JSON schema of the answer's text, if it has to follow one; a list of calls is as vLLM's servers have it.
 
-        Tokens that a grammar has chosen among are no sample of the policy: they are not trained on.
+        Tokens that a grammar has chosen among are no sample of the policy: they are not trained on. Beside tools that
+        need not be called an answer has none, and its form is the agent's to judge.
         """
         if not self.forced:
-            return _schema(self.response_format)
+            return None if self.tools else _schema(self.response_format)
         kinds, definitions = list[dict[str, Any]](), dict[str, Any]()
         for function in (tool["function"] for tool in self.tools if tool["function"]["name"] in self.forced):
             parameters = dict(function.get("parameters") or {"type": "object"})

@@ -30,7 +30,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | None]) -> SamplingRequest:
-    """``earlier`` returns the turns up to and with a response of the session. Raises AgentRequestError."""
+    """``earlier`` returns the turns up to and with a response of the session, without its instructions.
+
+    Raises AgentRequestError.
+    """
     request = chat.converted(body, ResponsesRequest)
     before: tuple[Turn, ...] = ()
     if request.prompt:
@@ -38,12 +41,13 @@ def parse_response(body: dict[str, Any], earlier: Callable[[str], list[Turn] | N
     if request.previous_response_id is not None:
         if (found := earlier(request.previous_response_id)) is None:
             raise refuse("previous_response_id", f"this key has no response {request.previous_response_id!r}")
-        before = tuple(turn for turn in found if turn.role != "system")
+        before = tuple(found)
     system = (Turn(role="system", content=request.instructions),) if request.instructions else ()
     wanted = LOGPROBS in (request.include or ())
     return SamplingRequest(
         model=request.model,
         turns=system + merged([*before, *_turns(request.input)]),
+        instructed=bool(system),
         tools=[] if request.tool_choice == "none" else chat.chat_tools(request.tools),
         tool_choice=request.tool_choice,
         response_format=(request.text or {}).get("format"),
@@ -115,7 +119,7 @@ def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], 
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
         "model": model,
-        "output": _items(answered, status, spell) if answered.replies else [],
+        "output": _items(answered, status, body, spell) if answered.replies else [],
         "parallel_tool_calls": answered.request.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
@@ -130,7 +134,7 @@ def response_body(answered: CompletedRequest, model: str, body: dict[str, Any], 
     }
 
 
-def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[str, Any]]:
+def _items(answered: CompletedRequest, status: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
     reply, number = answered.replies[0], answered.number
     items: list[dict[str, Any]] = []
     if reply.turn.content or not reply.turn.calls:
@@ -142,6 +146,9 @@ def _items(answered: CompletedRequest, status: str, spell: Spell) -> list[dict[s
         )
     for call in reply.turn.calls:
         named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        for tool in body["tools"]:
+            if tool["type"] == "namespace" and any(each.get("name") == call.name for each in tool["tools"]):
+                named["namespace"] = tool["name"]
         items.append({"id": f"fc_{call.id}", "type": "function_call", **named, "status": "completed"})
     return items
 

@@ -15,7 +15,7 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
@@ -81,8 +81,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Session:
     """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
 
-    ``responses`` has by the id of a response the turns up to its first answer and with it, ``turns`` by the number of
-    a conversation those up to its last answer.
+    ``responses`` has by the id of a response the turns up to its first answer and with it, and whether the first is its
+    instructions; ``turns`` by the number of a conversation those up to its last answer.
     """
 
     context: WorkflowContext
@@ -91,7 +91,7 @@ class Session:
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
-    responses: dict[str, KnownTurns] = field(default_factory=dict)
+    responses: dict[str, tuple[KnownTurns, bool]] = field(default_factory=dict)
     turns: dict[int, KnownTurns] = field(default_factory=dict)
     prompts: Prompts = field(init=False)
     last: Generation | None = None
@@ -111,8 +111,10 @@ class Session:
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
         prompt = self.prompts.of(request)
-        if not 0 < (n := len(prompt.token_ids)) < self.context.max_model_len:
-            raise AgentRequestError(400, f"{n} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
+        if not (n := len(prompt.token_ids)):
+            raise AgentRequestError(400, "the prompt has no tokens")
+        if n >= (limit := self.context.max_model_len):
+            raise context_full(n, limit)
         return prompt
 
     async def answer(
@@ -173,7 +175,7 @@ class Session:
             answers.append(AnswerRecord(turn=reply.turn, finish_reason=how, conversation=at, begin=start, end=end))
             if (turns := self.prompts.answered(request, prompt, reply, conversation)) is not None:
                 self.turns[at] = turns
-                self.responses.setdefault(f"resp_{number}", turns)
+                self.responses.setdefault(f"resp_{number}", (turns, request.instructed))
         record = RequestRecord(
             known=prompt.n_known,
             turns=request.turns or (),
@@ -223,9 +225,11 @@ class Session:
         return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
 
     def earlier(self, response_id: str) -> list[Turn] | None:
-        """The turns up to and with a response."""
-        known = self.responses.get(response_id)
-        return None if known is None else known.turns()
+        """The turns up to and with a response, without its instructions."""
+        if (found := self.responses.get(response_id)) is None:
+            return None
+        known, instructed = found
+        return known.turns()[instructed:]
 
     def spell(self, token: int) -> str:
         return self.context.tokenizer.decode([token], skip_special_tokens=False)

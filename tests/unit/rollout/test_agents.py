@@ -271,6 +271,25 @@ def test_a_key_is_for_one_session_and_ends_with_it() -> None:
     assert len(fake.requests) == 2
 
 
+def test_a_connection_is_open_to_a_client_that_was_idle_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def agent(task: AgentTask) -> float:
+        loop, headers = asyncio.get_running_loop(), {"Authorization": f"Bearer {task.api_key}"}
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(task.base_url.split(":")[2].split("/")[0]))
+        now, request = loop.time, "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        for wait_s in (0, 60):  # a sample has 120
+            monkeypatch.setattr(loop, "time", lambda wait_s=wait_s: now() + wait_s)
+            await asyncio.sleep(0.1)  # timers that are due, and what they close
+            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{request}\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = (int(row[15:]) for row in head.split(b"\r\n") if row.lower().startswith(b"content-length:"))
+            assert json.loads(await reader.readexactly(length))["data"][0]["id"] == "math"
+        writer.close()
+        await say(task, [user("hi")])
+        return 1.0
+
+    run(agent, n_samples=1)
+
+
 def test_a_body_beyond_the_limit_is_413() -> None:
     statuses: list[int] = []
 
@@ -334,7 +353,7 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
         ({"n": 0}, 400, "n is 1"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": None, "prompt": "x"}, 400, "give messages"),
-        ({"messages": [user("x" * MAX_MODEL_LEN)]}, 400, "prompt tokens"),
+        ({"messages": [user("x" * MAX_MODEL_LEN)]}, 400, "prompt is too long"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_and_the_agent_goes_on(

@@ -22,6 +22,7 @@ def test_gsm8k_is_a_preset_of_a_data_set_and_a_key_beside_it_overrides_it() -> N
 )
 def test_keys_of_a_chat_need_a_chat(key: dict[str, Any]) -> None:
     assert PromptFormat(kind="chat", **key).is_chat
+    assert PromptFormat(kind="chat_append", **key).is_chat
     with pytest.raises(ValidationError, match=f"kind template has no {next(iter(key))}: set kind=chat"):
         PromptFormat(**key)
 

@@ -73,6 +73,25 @@ def test_messages_with_tools_are_one_trajectory_of_the_sampled_tokens(stream: bo
     assert made.rollout_logprobs[len(told) :][: len(logprobs)] == logprobs
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_claude_codes_attribution_which_each_request_has_another_of_is_no_part_of_the_prompt(blocks: bool) -> None:
+    async def agent(client: anthropic.AsyncAnthropic, model: str) -> None:
+        messages: list[Any] = list(MESSAGES)
+        for turn in range(2):
+            header = f"x-anthropic-billing-header: cc_version=2.1; cch={turn:05x};"
+            told: Any = [{"type": "text", "text": header}, *SYSTEM] if blocks else header
+            inline = {"role": "system", "content": told}
+            reply = await client.messages.create(
+                model=model, max_tokens=8, system=told, messages=[messages[0], inline, *messages[1:]]
+            )
+            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "so?"}]
+
+    (made,) = run(agent, saying(["ok", "yes"])).group.trajectories
+    system = "<system:be brief>" * blocks
+    ids = [*map(ord, f"{system}<user:hi>{system}ok"), EOS, *map(ord, "<user:so?>yes"), EOS]
+    assert made.token_ids == ids
+
+
 def test_stop_reasons() -> None:
     def cut(body: dict[str, Any]) -> None:
         body["choices"][0] |= {"finish_reason": "length"}
@@ -116,6 +135,7 @@ def test_errors_have_anthropics_shape() -> None:
             ({"messages": [{"role": "user", "content": [image]}]}, "type image"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
             ({"messages": []}, "messages"),
+            ({"system": "x" * 2041}, r"prompt is too long: 2059 tokens > 2047 maximum"),
         ]
         for change, words in refused:
             with pytest.raises(anthropic.BadRequestError, match=words) as caught:

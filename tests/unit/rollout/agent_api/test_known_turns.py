@@ -1,16 +1,20 @@
-"""The work of a turn does not grow with the conversation before it."""
+"""The work of a turn does not grow with the conversation before it, and what was sampled stays as it was."""
 
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.prompts import Formatter
 from areal_lora.rollout import agent_api
+from areal_lora.rollout.agent_api.refusals import warn_once
 from areal_lora.rollout.agents import AgentTask
-from tests.support.rollout.agent_endpoint import TOOL, ToolTokenizer, asked, episode, saying
+from tests.support.rollout.agent_endpoint import MESSAGES, TOOL, ToolTokenizer, asked, episode, saying
+from tests.support.rollout.texts import EOS
 
 TURNS = 12
 
@@ -66,3 +70,105 @@ def test_the_collector_visits_no_more_objects_in_a_longer_conversation() -> None
     episode(agent, saying(["hey"] * TURNS), formatter=Formatter(tokenizer=ToolTokenizer()))
     first, last = visited
     assert last < first + TURNS
+
+
+class Thoughtful(ToolTokenizer):
+    """As Qwen3's: answers before the last user's message lose their thoughts, ``~thought~``, and with
+    ``enable_thinking: false`` the model's turn starts with an empty one. ``strict``: no result without a call."""
+
+    strict = False
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> str:
+        empty = "" if kwargs.pop("enable_thinking", True) else "~~"
+        last = max(i for i, message in enumerate(conversation) if message["role"] == "user")
+        written = list[dict[str, Any]]()
+        for i, message in enumerate(conversation):
+            content = message["content"]
+            if message["role"] == "assistant":
+                content = "A:" + (content.rpartition("~")[2] if i < last else content)
+            elif self.strict and message["role"] == "tool" and not conversation[i - 1].get("tool_calls"):
+                raise ValueError("a result without a call")
+            written.append(message | {"content": content})
+        text = super().apply_chat_template(written, tokenize=False, add_generation_prompt=False, **kwargs)
+        return f"{text}A:{empty}" if add_generation_prompt else text
+
+
+CALL = '~why~ok{add {"a":1}}'  # spelt otherwise than the template does
+SAID = [CALL, "~so~yes", CALL, "~end~no"]
+
+
+async def observing(task: AgentTask) -> float:
+    """Calls have two results, other answers a user's message."""
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for _ in SAID:
+        status, body = await asked(task, messages=messages, tools=[TOOL])
+        assert status == 200, body
+        messages.append(message := body["choices"][0]["message"])
+        for call in message.get("tool_calls", ()):
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": result} for result in "34"]
+        if "tool_calls" not in message:
+            messages.append({"role": "user", "content": "and? areal answer"})
+    return 1.0
+
+
+def formatter(kind: str, thinking: bool, tokenizer: Thoughtful | None = None) -> Formatter:
+    how = PromptFormat.model_validate({"kind": kind, "chat_template_kwargs": {"enable_thinking": thinking}})
+    return Formatter(tokenizer=tokenizer or Thoughtful(), how=how)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_with_chat_append_earlier_turns_stay_as_they_were_sampled(thinking: bool) -> None:
+    start = "A:" if thinking else "A:~~"
+    parts = ["[add]<user:hi>", "<tool:3><tool:4>", "<user:and? areal answer>", "<tool:3><tool:4>"]
+    ids, mask = list[int](), list[int]()
+    for told, said in zip(parts, SAID, strict=True):
+        ids += [*map(ord, told + start + said), EOS]
+        mask += [0] * len(told + start) + [1] * (len(said) + 1)
+    server = saying(SAID)
+    (made,) = episode(observing, server, formatter=formatter("chat_append", thinking)).group.trajectories
+    assert (made.token_ids, made.loss_mask) == (ids, mask)
+    ends = [i for i, (a, b) in enumerate(pairwise(mask), 1) if (a, b) == (0, 1)]
+    assert [request["prompt"] for request in server.requests] == [ids[:end] for end in ends]
+
+
+def test_an_answer_that_was_cut_off_gets_its_end_of_turn() -> None:
+    async def agent(task: AgentTask) -> float:
+        _, body = await asked(task, messages=MESSAGES, max_tokens=len(SAID[1]))
+        given = [*MESSAGES, body["choices"][0]["message"], {"role": "user", "content": "so?"}]
+        await asked(task, messages=given)
+        return 1.0
+
+    server = saying([SAID[1], "c"])
+    episode(agent, server, formatter=formatter("chat_append", True))
+    assert "".join(map(chr, server.requests[1]["prompt"])) == f"<user:hi>A:{SAID[1]}\2<user:so?>A:"
+
+
+def test_what_a_template_refuses_after_any_answer_is_written_as_a_whole() -> None:
+    strict = Thoughtful()
+    strict.strict = True
+
+    async def agent(task: AgentTask) -> float:
+        status, body = await asked(task, messages=MESSAGES, tools=[TOOL])
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        status, body = await asked(task, messages=[*MESSAGES, body["choices"][0]["message"], result], tools=[TOOL])
+        assert status == 200, body
+        return 1.0
+
+    (made,) = episode(agent, saying(SAID), formatter=formatter("chat_append", True, strict)).group.trajectories
+    told = f"[add]<user:hi>A:{CALL}\2<tool:3>A:{SAID[1]}\2"
+    assert made.token_ids == [*map(ord, told)]
+
+
+def test_a_template_that_writes_earlier_turns_differently_is_one_warning_with_its_fix(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    for _ in range(2):
+        assert len(episode(observing, saying(SAID), formatter=formatter("chat", False)).group.trajectories) > 1
+    (line,) = caplog.messages
+    assert "task.format.kind=chat_append" in line
+    episode(observing, saying(SAID), formatter=formatter("chat_append", False))
+    assert len(caplog.messages) == 1

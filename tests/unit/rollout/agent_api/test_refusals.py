@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from areal_lora.rollout.agent_api.refusals import warn_once
 from areal_lora.rollout.agents import AgentTask
 from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, saying
-from tests.support.rollout.texts import EOS
+from tests.support.rollout.texts import EOS, MAX_MODEL_LEN
 
 RESPONSES, CHAT, TEXT = "/responses", "/chat/completions", "/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "hi"}, TEXT: {"prompt": "hi"}}
@@ -98,11 +100,11 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
-    (CHAT, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
     (RESPONSES, {"previous_response_id": "resp_7"}, "previous_response_id"),
     (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    (RESPONSES, {"tools": [{"type": "computer_use_preview"}]}, "tools[0]"),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": [{"type": "custom"}]}]}, "type custom"),
     (RESPONSES, {"prompt": {"id": "x"}}, "prompt"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     (CHAT, {"n": 129}, "n is 1 to 128"),
@@ -121,6 +123,96 @@ def test_what_cannot_be_done_is_refused() -> None:
     for (_, body, words), (status, reply) in zip(IMPOSSIBLE, replies, strict=True):
         assert status == 400, body
         assert words in reply["error"]["message"]
+
+
+LIMIT = 32 * MAX_MODEL_LEN
+LONG = "x" * (LIMIT - len("<user:>"))  # one token more than what leaves room for an answer
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
+def test_clients_recognise_that_the_context_is_full(path: str) -> None:
+    """By what LiteLLM and others look for; its count and limit are numbers that they read."""
+    (field,) = BODIES[path]
+    body = {field: [{"role": "user", "content": LONG}] if path == CHAT else LONG.ljust(LIMIT, "x")}
+    status, reply, _ = ask(path, **body)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert reply["error"]["type"] == "invalid_request_error"
+    found = re.search(
+        r"This model's maximum context length is (\d+) tokens\. However, your messages have (\d+) tokens",
+        reply["error"]["message"],
+    )
+    assert found is not None
+    assert int(found[1]) == LIMIT
+    assert int(found[2]) == {CHAT: LIMIT, RESPONSES: LIMIT + len("<user:>"), TEXT: LIMIT + 1}[path]
+
+
+def test_other_errors_have_their_status_as_code() -> None:
+    _, reply, _ = ask(CHAT, temperature=0.3)
+    assert reply["error"]["code"] == 400
+    _, reply, _ = ask(TEXT, prompt=[7] * (LIMIT - 1))
+    assert "choices" in reply, "it leaves room for one token"
+
+
+PROVIDERS: list[Any] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "image_generation"},
+    {"type": "code_interpreter", "container": "x"},
+    {"type": "file_search"},
+    {"type": "local_shell"},
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_tools_that_only_a_provider_runs_are_omitted_with_a_line_of_the_log(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    _, _, request = ask(path, tools=[*PROVIDERS, TOOL])
+    assert "".join(map(chr, request["prompt"])) == "[add]<user:hi>"
+    ask(path, tools=PROVIDERS)
+    omitted = [line.split()[3] for line in caplog.messages if "only a provider" in line]
+    assert omitted == [tool["type"] for tool in PROVIDERS]
+
+
+def test_functions_of_a_namespace_are_called_with_it() -> None:
+    tool = {"type": "namespace", "name": "math", "tools": [{"type": "function"} | FUNCTION]}
+    other = {"type": "function", "name": "sub"}
+    replies: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        _, first = await asked(task, RESPONSES, input="hi", tools=[tool, other])
+        given = [{"role": "user", "content": "hi"}, *first["output"]]
+        results = [{"type": "function_call_output", "call_id": c["call_id"], "output": "3"} for c in first["output"]]
+        await asked(task, RESPONSES, input=[*given, *results], tools=[tool, other])
+        replies.extend(first["output"])
+        return 1.0
+
+    made = episode(agent, saying(['{add {"a": 1}}{sub {"a": 1}}', "hey"]))
+    assert [(call["name"], call.get("namespace")) for call in replies] == [("add", "math"), ("sub", None)]
+    (trajectory,) = made.group.trajectories
+    assert "".join(map(chr, trajectory.token_ids)).startswith("[add][sub]<user:hi>")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_format_beside_tools_is_sampled_freely_and_trained_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    form: dict[str, Any] = {"type": "json_object"}
+    body = {"tools": [TOOL]} | ({"response_format": form} if path == CHAT else {"text": {"format": form}})
+    made: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        for _ in range(2):
+            made.append(await asked(task, path, **(BODIES[path] | body)))
+        made.append(await asked(task, path, **(BODIES[path] | body | {"tool_choice": "required"})))
+        return 1.0
+
+    server = saying(["{}", "{}", '[{"name": "add", "parameters": {}}]'])
+    trajectories = episode(agent, server).group.trajectories
+    assert [status for status, _ in made] == [200] * 3
+    assert [each.loss_mask[-3:] for each in trajectories] == [[1, 1, 1]] * 2, "a forced call is not trained on"
+    assert ["structured_outputs" in request for request in server.requests] == [False, False, True]
+    assert len([line for line in caplog.messages if "response_format" in line]) == 1
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:

@@ -126,6 +126,31 @@ def test_responses_with_tools_are_one_trajectory_of_the_sampled_tokens(by_id: bo
     assert (made.token_ids, made.loss_mask) == want
 
 
+@pytest.mark.parametrize("instructed", [False, True])
+def test_a_response_that_continues_another_has_its_messages_and_not_its_instructions(instructed: bool) -> None:
+    told: Any = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "be fast"},
+    ]
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        settings: Any = {"instructions": "be brief"} if instructed else {}
+        first = await client.responses.create(model=model, input=told, **settings)
+        then = await client.responses.create(model=model, input="so?", previous_response_id=first.id)
+        settings = {"instructions": "be loud"} if instructed else {}
+        await client.responses.create(model=model, input="and?", previous_response_id=then.id, **settings)
+
+    server = saying(["a", "b", "c"])
+    run(agent, server)
+    prompts = ["".join(map(chr, request["prompt"])) for request in server.requests]
+    assert prompts == [
+        "<system:be brief>" * instructed + "<system:be kind><user:hi><system:be fast>",
+        "<system:be kind><user:hi><system:be fast>a\2<user:so?>",
+        "<system:be loud>" * instructed + "<system:be kind><user:hi><system:be fast>a\2<user:so?>b\2<user:and?>",
+    ]
+
+
 def test_a_streamed_response_has_the_events_of_openai() -> None:
     async def agent(client: openai.AsyncOpenAI, model: str) -> None:
         async with client.responses.stream(model=model, input="hi", tools=[FLAT]) as events:

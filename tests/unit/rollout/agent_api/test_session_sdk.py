@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 import msgspec
+import pydantic
 import pytest
 from transformers import AutoTokenizer
 
@@ -20,7 +21,7 @@ from areal_lora.rollout.conversations import ConversationFile, read_conversation
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
-from tests.support.rollout.agent_endpoint import episode
+from tests.support.rollout.agent_endpoint import episode, saying
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1
 
@@ -82,6 +83,27 @@ def written(turns: int) -> list[dict[str, Any]]:
         messages.append({"role": "assistant", "content": f"{content}\n" if content else "", "tool_calls": functions})
         messages += [{"role": "tool", "content": result} for result in results]
     return messages
+
+
+@pytest.mark.parametrize("api", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+def test_the_sdk_has_tools_and_a_type_of_its_last_answer(api: str) -> None:
+    agents.set_tracing_disabled(True)
+
+    output = pydantic.create_model("Output", value=(int, ...))
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            model, tools = getattr(agents, api)(task.model, client), [agents.function_tool(add)]
+            if api == "OpenAIResponsesModel":
+                tools.append(agents.WebSearchTool())
+            assistant = agents.Agent(name="Calculator", model=model, tools=tools, output_type=output)
+            result = await agents.Runner.run(assistant, "1+2?")
+        return float(result.final_output.value)
+
+    (trajectory,) = episode(agent, saying(['{add {"a": 1, "b": 2}}', '{"value": 3}'])).group.trajectories
+    assert trajectory.reward == 3.0
+    assert "".join(map(chr, trajectory.token_ids)).endswith('<tool:3>{"value": 3}\2')
+    assert trajectory.loss_mask[-len('{"value": 3}\2') - 1 :] == [0] + [1] * len('{"value": 3}\2')
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
