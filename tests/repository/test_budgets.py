@@ -25,28 +25,28 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 888,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; truncated samples
-    "algorithms": 1595,  # objectives and masks of 2026; distillation; mismatch by seven causes; own loss; scales of fp16
+    "algorithms": 1595,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; scales of fp16
     "checkpoint": 1441,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2334,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; other sets
     "config": 4599,  # remote; sources; slots; cp, profile; routes; GDPO; stages, fp8; room; formats of sets; ranks; cp
-    "data": 868,  # checks in chunks; equal attention; parts; clients' groups, order; refused prompts; truncated; appended
+    "data": 868,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1053,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
-    "engine": 11843,  # remote; routes, old ones; kept ids, caches; stages; sizes; two runners; streams; chunks; vLLM's counts
+    "engine": 11843,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts
     "families": 1445,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4792,  # a run in virtual time, relays in it; sweeps; trackers, rolling; first failures; checkpoints; cached beats
+    "launcher": 4792,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
     "library": 471,  # loss, advantage
-    "network": 1029,  # listening; types of /v1/tool_calls and schemas; the client of served models; parts; idle connections
-    "obs": 4622,  # every rollout; trackers; a live page, rebuilt; warnings; GPUs; chats; mismatch; resumed curves; means of machines
+    "network": 1029,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
+    "obs": 4622,  # every rollout; trackers; a live page; GPUs; chats; mismatch; resumed curves; means of machines
     "operations": 530,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
-    "platforms": 177,  # ranges of profilers; peaks, memory of devices; two torch versions; upload; lanes of threads; waits
+    "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8309,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic; launchers; clients' forms; turns; sums
-    "run_folder": 1112,  # claim_indices; remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats
-    "service": 5269,  # refusals of AdamW's values name their field; the log is cut; a quota; decoders; disconnects; unnamed states
-    "tasks": 3200,  # the time of scoring; reward models; mapped rows, rows by column; bad text; tables; golds without numbers
-    "trainer": 4257,  # parts of a batch, routes, old ones, kept ids; kept caches; groups; lengths, turns; truncated; audits anywhere
-    "weight_sync": 5699,  # gathers; relays: tree, requests; keys; views; pings; deaths in formation; polls; servers that hang
+    "rollout": 8309,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic; clients' forms; turns; sums
+    "run_folder": 1112,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats
+    "service": 5269,  # refusals name their field; the log is cut; a quota; decoders; disconnects; unnamed states
+    "tasks": 3200,  # reward models; mapped rows, rows by column; bad text; tables; golds without numbers
+    "trainer": 4257,  # parts of a batch, routes, kept ids; kept caches; lengths, turns; truncated; audits anywhere
+    "weight_sync": 5699,  # gathers; relays: tree, requests; keys; pings; deaths in formation; polls; servers that hang
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
