@@ -20,7 +20,10 @@ from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.shape import ModelShape
+from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
+
+peft = Lazy("peft")
 
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 HF = json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())
@@ -106,6 +109,7 @@ def fused_layers(tensors: Tensors) -> Tensors:
     return tensors
 
 
+STARTS = ["pissa", "pissa_niter_2", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "another"]
 SAME: Callable[[Tensors], Tensors] = dict
 RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[str]]] = [
     ("three lora_A", SAME, ("adapters.0.rank=5",), "adapters.0.rank", ["rank 2", "3 of its lora_A", "at least 6"]),
@@ -162,6 +166,22 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
     assert refusal(folder, *overrides) is None, "the trainer refuses what the rule lets pass"
 
 
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "MiCA"])
+def test_initialisations_that_leave_the_base_alone(tmp_path: Path, start: object) -> None:
+    assert lines(write(tmp_path / "sft", stock(), init_lora_weights=start)) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica", "MiCA", "pissa_niter_2", "OLoRA"])
+def test_stock_peft_leaves_the_base_alone_with_what_is_allowed_only(tmp_path: Path, start: str) -> None:
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    before = linear[0].weight.detach().clone()
+    made = peft.get_peft_model(linear, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=start))
+    same = torch.equal(before, made.base_model.model[0].base_layer.weight)
+    assert same == (start not in STARTS)
+    assert same == (lines(write(tmp_path / "sft", stock(), init_lora_weights=start)) == [])
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
@@ -173,7 +193,7 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
         ("empty", "not a readable"),
         ("ia3", "peft_type"),
         ("dora", "use_dora scales each row by a trained magnitude, which vLLM does not serve"),
-        ("pissa", "init_lora_weights 'pissa' has changed the base"),
+        *((start, f"init_lora_weights '{start}' is not known to leave the base") for start in STARTS),
         ("parameters", "target_parameters adapts fused parameters (mlp.experts.gate_up_proj)"),
         ("tokens", "trainable_token_indices changes rows of the embedding"),
         ("prefix", "lacks the prefix"),
@@ -190,8 +210,8 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
             fields = {"peft_type": "IA3"}
         case "dora":
             fields = {"use_dora": True}
-        case "pissa":
-            fields = {"init_lora_weights": "pissa"}
+        case _ if broken in STARTS:
+            fields = {"init_lora_weights": broken}
         case "parameters":
             fields = {"target_parameters": ["mlp.experts.gate_up_proj"]}
         case "tokens":
