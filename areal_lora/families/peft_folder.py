@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import AdapterError
-from areal_lora.families.registry import kind_of, linears
+from areal_lora.families.registry import kind_of, path_of, target_of
 from areal_lora.families.safetensors_head import read_head
 from areal_lora.types import AdapterSpec
 
@@ -69,9 +69,10 @@ def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> Adapte
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
     if odd := config.unsupported():
         raise AdapterError(f"{folder}: {'; '.join(odd)}; merge the adapter into its base, or retrain without it")
+    modules = dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names)
     if declared is not None:
         stated = config.spec(folder, ())
-        for module in dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names):
+        for module in modules:
             found, wanted = ((spec.rank_of(module), spec.scale_of(module)) for spec in (stated, declared))
             if found != wanted:
                 raise AdapterError(
@@ -79,11 +80,15 @@ def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> Adapte
                     f"were saved with {wanted[0]} and {wanted[1]:g}; one of the files was changed"
                 )
         return declared
-    known = linears()
-    unknown = [m for m in config.target_modules if m not in known]
-    if unknown:
-        raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(known)}")
-    return config.spec(folder, tuple(sorted({known[m] for m in config.target_modules})))
+    return config.spec(folder, tuple(sorted({_target(folder, module) for module in modules})))
+
+
+def _target(folder: Path, module: str) -> str:
+    """From the tensor's name: `target_modules` may be a regular expression, or paths of any length."""
+    target = found[0] if (found := target_of(module)) else path_of(module)
+    if target is None:
+        raise AdapterError(f"{folder} adapts {module}: a router, or outside of the layers; retrain without it")
+    return target
 
 
 def checked_modules(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -137,7 +142,7 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     peft_type: str
     r: int
     lora_alpha: float
-    target_modules: list[str]
+    target_modules: list[str] | str | None = None
     base_model_name_or_path: str | None = None
     lora_dropout: float = 0.0
     bias: str = "none"

@@ -15,6 +15,7 @@ from areal_lora.errors import ConfigError, UnknownTensorError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.types import AdapterSpec, ExpertLayout
+from tests.support.families.rowless import ROWLESS, save_rowless
 from tests.support.families.tiny_families import save
 from tests.support.lazy import Lazy
 from tests.support.paths import TINY_MODEL
@@ -71,6 +72,36 @@ def test_a_dense_model_in_several_files_with_an_adapter_by_peft(tmp_path: Path) 
     files = {name: load_file(tmp_path / "out" / name) for name in set(index["weight_map"].values())}
     assert {name: file for file, held in files.items() for name in held} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
+
+
+def stock_adapter(base: Path, folder: Path, **keys) -> Path:
+    """By stock peft, of random numbers."""
+    config = peft.LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", init_lora_weights=False, **keys)
+    model = peft.get_peft_model(loaded(base), config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+STOCK = [
+    ("qwen3", r".*layers\.\d+\..*(q_proj|down_proj)", ("linear_fc2", "linear_qkv")),
+    ("qwen3", [f"model.layers.{layer}.self_attn.v_proj" for layer in range(3)], ("linear_qkv",)),
+    ("qwen3", ["self_attn.q_proj", "mlp.up_proj"], ("linear_fc1", "linear_qkv")),
+    ("phi3", ["qkv_proj", "gate_up_proj"], ("mlp.gate_up_proj", "self_attn.qkv_proj")),
+    ("starcoder2", ["q_proj", "c_fc"], ("linear_qkv", "mlp.c_fc")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "spelling", "targets"), STOCK)
+def test_targets_in_every_spelling_of_peft(kind: str, spelling: object, targets: object, tmp_path: Path) -> None:
+    base = (save_rowless if kind in ROWLESS else save)(kind, tmp_path / "base")
+    adapter = stock_adapter(base, tmp_path / "adapter", target_modules=spelling)
+    assert load_peft(adapter)[0].target_modules == targets
+    judge(base, adapter, tmp_path / "out")
 
 
 def moe_adapter(base: Path, folder: Path, layout: ExpertLayout, std: float) -> None:

@@ -151,9 +151,12 @@ def test_a_server_that_has_its_modules_takes_it() -> None:
 
 
 def test_a_peft_folder_with_its_names_is_read(tmp_path: Path) -> None:
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["query", "open", "narrow"]}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ".*"}
+    modules = ("attn.query", "feed.routed.3.open", "feed.always.narrow")
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    assert declared_spec(tmp_path, None, ()).target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
+    assert declared_spec(
+        tmp_path, None, [f"model.layers.1.{module}.lora_A.weight" for module in modules]
+    ).target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
 
 
 def test_megatron_builds_the_same_architecture() -> None:

@@ -109,6 +109,7 @@ def fused_layers(tensors: Tensors) -> Tensors:
     return tensors
 
 
+SPELLINGS = (r"(?:.*?(?:self_attn|mlp).*?(?:q|o)_proj)", ["self_attn.q_proj", "model.layers.0.self_attn.o_proj"], None)
 STARTS = ["pissa", "pissa_niter_2", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "another"]
 SAME: Callable[[Tensors], Tensors] = dict
 RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[str]]] = [
@@ -166,6 +167,14 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
     assert refusal(folder, *overrides) is None, "the trainer refuses what the rule lets pass"
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_the_spelling_of_targets_means_nothing_beside_the_tensors(tmp_path: Path, spelling: object) -> None:
+    folder = write(tmp_path / "sft", without("k_proj", "v_proj", "experts")(stock()), target_modules=spelling)
+    assert lines(folder) == []
+    assert refusal(folder) is None
+    assert load_peft(folder)[0].target_modules == ("linear_proj", "linear_qkv")
+
+
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "MiCA"])
 def test_initialisations_that_leave_the_base_alone(tmp_path: Path, start: object) -> None:
     assert lines(write(tmp_path / "sft", stock(), init_lora_weights=start)) == []
@@ -199,7 +208,8 @@ def test_stock_peft_leaves_the_base_alone_with_what_is_allowed_only(tmp_path: Pa
         ("prefix", "lacks the prefix"),
         ("partner", "lacks its partner"),
         ("rank", "does not fit rank 4"),
-        ("target", "'embed_tokens' is none of"),
+        ("output", "adapts lm_head: a router, or outside of the layers"),
+        ("router", "adapts model.layers.0.mlp.gate: a router, or outside of the layers"),
         ("alora", "alora_invocation_tokens"),
     ],
 )
@@ -220,8 +230,10 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
             fields = {"alora_invocation_tokens": [1, 2]}
         case "rank":
             fields = {"r": 4}
-        case "target":
-            fields = {"target_modules": ["embed_tokens"]}
+        case "output" | "router":
+            module = {"output": "lm_head", "router": "model.layers.0.mlp.gate"}[broken]
+            sizes = {"A": (RANK, 128), "B": (8, RANK)}
+            tensors |= {f"base_model.model.{module}.lora_{side}.weight": torch.ones(sizes[side]) for side in "AB"}
         case "prefix":
             tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
         case "partner":
