@@ -72,7 +72,7 @@ def refusal(folder: str, *overrides: str) -> str | None:
     layout = ParallelLayout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
     model = ShardedModel(shape=ModelShape.from_hf(HF), layout=layout)
     spec = config.adapters[0].spec("m")
-    loaded, tensors = load_peft(folder)
+    loaded, tensors = load_peft(folder, lambda _: model.shape)
     try:
         fused(tensors, loaded, wire_layout(model, spec, "float32"), lambda t: torch.zeros(t.shape))
     except AdapterError as error:
@@ -111,6 +111,22 @@ def fused_layers(tensors: Tensors) -> Tensors:
 
 SPELLINGS = (r"(?:.*?(?:self_attn|mlp).*?(?:q|o)_proj)", ["self_attn.q_proj", "model.layers.0.self_attn.o_proj"], None)
 STARTS = ["pissa", "pissa_niter_2", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "another"]
+
+
+def fused_experts(tensors: Tensors) -> Tensors:
+    """As peft holds them: ranks of the experts side by side."""
+    kept = without("experts")(tensors)
+    for layer in range(LAYERS):
+        for inner, ins, outs in ((".base_layer", 128, 128), ("", 64, 128)):
+            where = f"base_model.model.model.layers.{layer}.mlp.experts{inner}.lora_"
+            kept |= {
+                f"{where}A.weight": torch.rand(EXPERTS * RANK, ins),
+                f"{where}B.weight": torch.rand(outs, EXPERTS * RANK),
+            }
+    return kept
+
+
+PARAMETERS = ["gate_up_proj", "mlp.experts.down_proj"]
 SAME: Callable[[Tensors], Tensors] = dict
 RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[str]]] = [
     ("three lora_A", SAME, ("adapters.0.rank=5",), "adapters.0.rank", ["rank 2", "3 of its lora_A", "at least 6"]),
@@ -167,6 +183,24 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
     assert refusal(folder, *overrides) is None, "the trainer refuses what the rule lets pass"
 
 
+def test_fused_experts_become_single_ones(tmp_path: Path) -> None:
+    folder = write(tmp_path / "sft", fused_experts(stock()), target_parameters=PARAMETERS)
+    assert lines(folder) == []
+    assert refusal(folder) is None
+    (line,) = lines(folder, "adapters.0.rank=6", "adapters.0.rank_pattern={experts.*proj: 1}")
+    assert "experts.0.down_proj it has rank 2 (fix: set it to at least 2)" in line, "gate and up have one lora_A"
+    (line,) = lines(folder, "adapters.0.expert_layout=shared")
+    assert "the experts of" in line
+    with pytest.raises(AdapterError, match=r"adapts fused experts, which its base does not have; give the folder's"):
+        load_peft(folder)
+
+
+def test_fused_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "sft", fused_experts(stock()), target_parameters=PARAMETERS, rank_pattern={".*_proj": 4})
+    (line,) = lines(folder)
+    assert "shape [16, 128], which does not fit rank 4 of 8 experts" in line
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 def test_the_spelling_of_targets_means_nothing_beside_the_tensors(tmp_path: Path, spelling: object) -> None:
     folder = write(tmp_path / "sft", without("k_proj", "v_proj", "experts")(stock()), target_modules=spelling)
@@ -203,7 +237,7 @@ def test_stock_peft_leaves_the_base_alone_with_what_is_allowed_only(tmp_path: Pa
         ("ia3", "peft_type"),
         ("dora", "use_dora scales each row by a trained magnitude, which vLLM does not serve"),
         *((start, f"init_lora_weights '{start}' is not known to leave the base") for start in STARTS),
-        ("parameters", "target_parameters adapts fused parameters (mlp.experts.gate_up_proj)"),
+        ("parameters", "target_parameters adapts gate.weight: only projections of experts are taken, no router"),
         ("tokens", "trainable_token_indices changes rows of the embedding"),
         ("prefix", "lacks the prefix"),
         ("partner", "lacks its partner"),
@@ -223,7 +257,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
         case _ if broken in STARTS:
             fields = {"init_lora_weights": broken}
         case "parameters":
-            fields = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+            fields = {"target_parameters": ["down_proj", "gate.weight", "gate_up_proj"]}
         case "tokens":
             fields = {"trainable_token_indices": {"embed_tokens": [3]}}
         case "alora":
