@@ -94,10 +94,12 @@ class AdapterStructure:
         """Inner size of the product at a Hugging Face module path, ``model.layers.0.self_attn.q_proj``."""
         return next((rank for pattern, rank in self.rank_pattern if matches(pattern, module)), self.rank)
 
+    def alpha_of(self, module: str) -> float:
+        return next((alpha for pattern, alpha in self.alpha_pattern if matches(pattern, module)), self.alpha)
+
     def scale_of(self, module: str) -> float:
         """What multiplies B A: alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."""
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if matches(pattern, module)), self.alpha)
-        rank = self.rank_of(module)
+        alpha, rank = self.alpha_of(module), self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def bare(self) -> AdapterStructure:

@@ -203,12 +203,14 @@ def save_peft(
             write(name, tensor)
 
 
-def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, torch.Tensor]]:
+def load_peft(
+    folder: str | os.PathLike[str], base: peft_folder.BaseOf = lambda _: None
+) -> tuple[AdapterSpec, dict[str, torch.Tensor]]:
     """Read a PEFT LoRA folder: the specification and the tensors by wire name, on the host.
 
     Folders of other tools are read too: their name is the folder's, their targets are
-    translated, their layout is per expert. Raises AdapterError for variants of LoRA that are not
-    supported, and for what is not whole.
+    translated, their layout is per expert; fused experts have the names of the ``base``, which has to be given then.
+    Raises AdapterError for variants of LoRA that are not supported, and for what is not whole.
     """
     source = Path(folder)
     try:
@@ -217,6 +219,5 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
             full = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as e:
         raise AdapterError(f"{source} is not a readable PEFT adapter folder: {e}") from e
-    spec = peft_folder.declared_spec(source, own, full)
-    peft_folder.checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
-    return spec, {peft_folder.wire_name(source, name): t for name, t in full.items()}
+    spec, tensors = peft_folder.contents(source, own, full, base)
+    return spec, {name: t.contiguous() for name, t in tensors.items()}

@@ -20,6 +20,7 @@ from areal_lora.config.recorded import cached_snapshot
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.registry import is_hub_name
+from areal_lora.families.shape import read_shape
 from areal_lora.obs.report.live import serve_pages
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import model_card
@@ -87,7 +88,7 @@ def _adapter(
 
     path = Path(os.path.expanduser(source))
     if (path / CONFIG_FILE).is_file():
-        spec, tensors = load_peft(path)
+        spec, tensors = load_peft(path, lambda named: read_shape(_model_folder(base or named)))
         return path.name, _model_folder(base or spec.base_model), tensors, spec
     folder, config = open_run(source)
     chosen = pick_version(folder, config, version, adapter)

@@ -16,7 +16,7 @@ import symtable
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from areal_lora.config.sections.task import FunctionReward, reward_keys
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.peft_folder import PeftFolder, describe
 from areal_lora.families.registry import Checkpoint, known_config, read_checkpoint, supported
-from areal_lora.families.shape import read_hf_config
+from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.processes.startup import VISIBLE
 
 SPELLING = "write package.module:name or file.py:name"
@@ -131,6 +131,14 @@ class Facts:
     chat_template: bool | None = None
     checkpoint: Checkpoint | None = None
 
+    @property
+    def shape(self) -> ModelShape | None:
+        """Sizes of the model; None where the model rule complains."""
+        if self.hf_config is not None:
+            with suppress(KeyError, ConfigError):
+                return ModelShape.from_hf(self.hf_config, self.checkpoint)
+        return None
+
 
 def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's address and devices.
@@ -138,22 +146,22 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
     Host memory is compared for every run of this machine: a plan needs no address, but it needs to fit.
     """
     hf_config, problem, is_local = _read_model(config.model)
+    model = Facts(hf_config=hf_config, checkpoint=_checkpoint(config.model, hf_config))
     peft_folders: dict[str, PeftFolder | AdapterError] = {}
     for path in {a.init_from for a in config.adapters if a.init_from is not None}:
         try:
-            peft_folders[path] = describe(Path(os.path.expanduser(path)))
+            peft_folders[path] = describe(Path(os.path.expanduser(path)), lambda _: model.shape)
         except AdapterError as error:
             peft_folders[path] = error
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     gpus = probe_gpus() if runs_here and config.cluster.device == "cuda" else []
-    return Facts(
-        hf_config=hf_config,
+    return replace(
+        model,
         model_problem=problem,
         model_is_local=is_local,
         peft_folders=peft_folders,
         code_problems=(*_code_problems(config), *_service_problems(config)),
         chat_template=_chat_template(config.model),
-        checkpoint=_checkpoint(config.model, hf_config),
         address_problem=_address_problem(config) if runs_here else None,
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=machine_memory() if config.cluster.kind == "local" else None,

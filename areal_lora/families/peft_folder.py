@@ -4,16 +4,21 @@ The configuration rules check such folders before a run starts; `checkpoint.adap
 """
 
 import hashlib
-import mmap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from areal_lora.errors import AdapterError
-from areal_lora.families.registry import kind_of, linears
+from areal_lora.families.family import Scope
+from areal_lora.families.registry import kind_of, path_of, target_of
 from areal_lora.families.safetensors_head import read_head
+from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
@@ -37,30 +42,40 @@ class PeftFolder:
         return frozenset(module_of(name) for name in self.shapes)
 
 
-def describe(folder: Path) -> PeftFolder:
+BaseOf = Callable[[str], ModelShape | None]
+"""The base's shape by the name that a folder gives it; read only where the base decides names of tensors."""
+
+
+def describe(folder: Path, base: BaseOf) -> PeftFolder:
     """Raises AdapterError for anything that `checkpoint.adapter_io.load_peft` would refuse."""
+    path, arrays = folder / TENSOR_FILE, {}
     try:
-        with (folder / TENSOR_FILE).open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with path.open("rb") as f:
             entries, start, metadata = read_head(f)
-            if start + max((e.data_offsets[1] for e in entries.values()), default=0) != len(data):
-                raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {TENSOR_FILE} is not whole")
-            digests = {}
-            for name, entry in entries.items():
-                first, end = (start + offset for offset in entry.data_offsets)
-                digests[wire_name(folder, name)] = hashlib.blake2b(data[first:end], digest_size=16).digest()
+        data = np.memmap(path, np.uint8, mode="r")
+        if start + max((e.data_offsets[1] for e in entries.values()), default=0) != len(data):
+            raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {TENSOR_FILE} is not whole")
+        for name, entry in entries.items():
+            first, end = (start + offset for offset in entry.data_offsets)
+            item = max(1, entry.nbytes // max(1, math.prod(entry.shape)))
+            arrays[name] = data[first:end].view(f"V{item}").reshape(entry.shape)
     except (OSError, ValueError) as e:
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
-    shapes = {name: tuple(e.shape) for name, e in entries.items()}
-    spec = declared_spec(folder, metadata.get(OWN_KEY), shapes)
-    checked_modules(spec, shapes)
-    return PeftFolder(spec=spec, shapes={wire_name(folder, n): s for n, s in shapes.items()}, digests=digests)
+    spec, tensors = contents(folder, metadata.get(OWN_KEY), arrays, base)
+    digests = {name: hashlib.blake2b(t.tobytes(), digest_size=16).digest() for name, t in tensors.items()}
+    return PeftFolder(spec=spec, shapes={name: tuple(t.shape) for name, t in tensors.items()}, digests=digests)
 
 
-def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> AdapterSpec:
-    """The specification stored with the tensors (``own``); for folders of other tools, one made from the configuration.
+def contents(
+    folder: Path, own: str | None, tensors: Mapping[str, Any], base: BaseOf
+) -> tuple[AdapterSpec, dict[str, Any]]:
+    """The specification, and the ``tensors`` of the file (of torch or numpy) by wire name, as views.
 
-    Raises AdapterError for variants of LoRA that are not supported, and where the two files disagree about one of the
-    tensors ``names``.
+    ``own`` is the specification stored with the tensors; that of a folder of another tool is made from its
+    configuration and names.
+
+    Raises AdapterError for variants of LoRA that are not supported, for a wrong pair or shape, and where the two files
+    disagree about a tensor.
     """
     try:
         config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=_PeftConfig)
@@ -69,9 +84,17 @@ def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> Adapte
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
     if odd := config.unsupported():
         raise AdapterError(f"{folder}: {'; '.join(odd)}; merge the adapter into its base, or retrain without it")
+    stated, parts = config.spec(folder), {wire_name(folder, name): t for name, t in tensors.items()}
+    if any(_FUSED.match(module_of(name)) for name in parts):
+        stated, parts = _single_experts(config, stated, parts, base(stated.base_model))
+    spec = _agreed(folder, declared, stated, dict.fromkeys(map(module_of, parts)))
+    checked_modules(spec, {name: tuple(t.shape) for name, t in parts.items()})
+    return spec, parts
+
+
+def _agreed(folder: Path, declared: AdapterSpec | None, stated: AdapterSpec, modules: Iterable[str]) -> AdapterSpec:
     if declared is not None:
-        stated = config.spec(folder, ())
-        for module in dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names):
+        for module in modules:
             found, wanted = ((spec.rank_of(module), spec.scale_of(module)) for spec in (stated, declared))
             if found != wanted:
                 raise AdapterError(
@@ -79,11 +102,63 @@ def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> Adapte
                     f"were saved with {wanted[0]} and {wanted[1]:g}; one of the files was changed"
                 )
         return declared
-    known = linears()
-    unknown = [m for m in config.target_modules if m not in known]
-    if unknown:
-        raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(known)}")
-    return config.spec(folder, tuple(sorted({known[m] for m in config.target_modules})))
+    return replace(stated, target_modules=tuple(sorted({_target(folder, module) for module in modules})))
+
+
+def _target(folder: Path, module: str) -> str:
+    """From the tensor's name: `target_modules` may be a regular expression, or paths of any length."""
+    target = found[0] if (found := target_of(module)) else path_of(module)
+    if target is None:
+        raise AdapterError(f"{folder} adapts {module}: a router, or outside of the layers; retrain without it")
+    return target
+
+
+_FUSED = re.compile(r"(?P<path>(?P<layer>.+?\.\d+)\.[a-z_.]*experts)(?P<inner>\.base_layer)?$")
+
+
+def _single_experts(
+    config: "_PeftConfig", stated: AdapterSpec, tensors: Mapping[str, Any], base: ModelShape | None
+) -> tuple[AdapterSpec, dict[str, Any]]:
+    """Cut the LoRA of fused parameters (peft's `ParamWrapper`) into that of single experts: the products are equal.
+
+    lora_A is [experts x rank, in], lora_B [out, rank x experts]. Gate and up are the two halves of the outputs and have
+    one lora_A. Two parameters of a module are nested. Ranks and alphas are stated under the parameter's name.
+    """
+    if base is None or not base.experts:
+        raise AdapterError(f"{stated.name} adapts fused experts, which its base does not have; give the folder's base")
+    found: dict[str, Any] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        module = module_of(name)
+        if (at := _FUSED.match(module)) is None:
+            found[name] = tensor
+            continue
+        outer = not at["inner"] and config.adapts_parameter(f"{at['path']}.down_proj")
+        parameter = f"{at['path']}.{'down_proj' if outer else 'gate_up_proj'}"
+        projections = base.family.projections("linear_fc2" if outer else "linear_fc1", Scope.EXPERT)
+        n, rank, side = base.experts, stated.rank_of(parameter), name.removeprefix(module)
+        axis = int(side != ".lora_A.weight")
+        if len(tensor.shape) != 2 or tensor.shape[axis] != n * rank or axis * tensor.shape[0] % len(projections):
+            raise AdapterError(f"{name} has shape {list(tensor.shape)}, which does not fit rank {rank} of {n} experts")
+        for i, projection in enumerate(projections):
+            whole = tensor.reshape(len(projections), -1, rank, n)[i] if axis else tensor.reshape(n, rank, -1)
+            for e in range(n):
+                found[f"{at['layer']}.{projection.format(e)}{side}"] = whole[..., e] if axis else whole[e]
+            kind = f"{at['layer']}.{projection.format('*')}"
+            ranks[kind], alphas[kind] = rank, stated.alpha_of(parameter)
+    return replace(
+        stated,
+        rank_pattern=(*_patterns(ranks), *stated.rank_pattern),
+        alpha_pattern=(*_patterns(alphas), *stated.alpha_pattern),
+    ), found
+
+
+def _patterns(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """A pattern for all layers, behind those of layers that have another value: the first match counts."""
+    common: dict[str, Any] = {}
+    others = [(kind, value) for kind, value in values.items() if common.setdefault(kind_of(kind), value) != value]
+    return [(re.escape(kind).replace(r"\*", r"\d+"), value) for kind, value in (*others, *common.items())]
 
 
 def checked_modules(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -137,7 +212,7 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     peft_type: str
     r: int
     lora_alpha: float
-    target_modules: list[str]
+    target_modules: list[str] | str | None = None
     base_model_name_or_path: str | None = None
     lora_dropout: float = 0.0
     bias: str = "none"
@@ -156,21 +231,28 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     use_bdlora: msgspec.Raw = _NULL
     init_lora_weights: bool | str | None = True
 
-    def spec(self, folder: Path, targets: tuple[str, ...]) -> AdapterSpec:
+    def spec(self, folder: Path) -> AdapterSpec:
+        """Without targets: these follow from the tensors."""
         return AdapterSpec(
             name=folder.name,
             base_model=self.base_model_name_or_path or "",
             rank=self.r,
             alpha=self.lora_alpha,
-            target_modules=targets,
+            target_modules=(),
             dropout=self.lora_dropout,
             rslora=self.use_rslora,
             rank_pattern=tuple((self.rank_pattern or {}).items()),
             alpha_pattern=tuple((self.alpha_pattern or {}).items()),
         )
 
+    def adapts_parameter(self, path: str) -> bool:
+        return any(f".{path}".endswith(f".{end}") for end in self.target_parameters or ())
+
     def unsupported(self) -> list[str]:
         """What makes the tensors something else than products B A added to the base's weights, and why."""
+        others = [p for p in self.target_parameters or () if not p.endswith(("gate_up_proj", "down_proj"))]
+        start = self.init_lora_weights
+        plain = not isinstance(start, str) or start.lower() in _LEAVES_THE_BASE
         odd = {
             f"peft_type {self.peft_type} is not LoRA": self.peft_type != "LORA",
             f"bias {self.bias} trains the base's biases, which servers take from the base": self.bias != "none",
@@ -183,15 +265,14 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
             "trainable_token_indices changes rows of the embedding": _is_set(self.trainable_token_indices),
             "alora_invocation_tokens applies the adapter to a part of the text only": self.alora_invocation_tokens,
             "layer_replication repeats layers of the base": self.layer_replication,
-            f"target_parameters adapts fused parameters ({_first(self.target_parameters)}), whose tensors have other "
-            "names than those of single projections": self.target_parameters,
-            f"init_lora_weights {self.init_lora_weights!r} has changed the base's own weights": self.init_lora_weights
-            in _CHANGES_THE_BASE,
+            f"target_parameters adapts {_first(others)}: only projections of experts are taken, no router": others,
+            f"init_lora_weights {start!r} is not known to leave the base's own weights as they are": not plain,
         }
         return [reason for reason, found in odd.items() if found]
 
 
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""Of peft 0.21. The others subtract their start from the base, by spellings that peft compares loosely."""
 
 
 def _is_set(value: msgspec.Raw) -> bool:

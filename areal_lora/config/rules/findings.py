@@ -1,7 +1,6 @@
 """Inputs and results of a configuration rule, and targets in their canonical names."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -54,10 +53,7 @@ def of_each_adapter(rule: Callable[[Config, Facts, AdapterConfig], Iterator[Find
 
 def shape_of(facts: Facts) -> ModelShape | None:
     """Sizes of the model; None where the model rule has already complained."""
-    if facts.hf_config is not None:
-        with suppress(KeyError, ConfigError):
-            return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
-    return None
+    return facts.shape
 
 
 def canonical(config: Config, shape: ModelShape) -> Config:

@@ -93,6 +93,7 @@ class AdapterEngine:
         self, model: Compute, sharded: ShardedModel, base: ModelConfig, trainer: TrainerConfig, device: torch.device
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.shape = sharded.shape
         self.routed = sharded.shape.experts > 0
         """Whether the model chooses experts for each token."""
         self.spans = Spans(label=profiler_range)

@@ -115,7 +115,7 @@ def warm_start(engine: AdapterEngine, adapter: Adapter, seed: int) -> None:
     folder = adapter.config.init_from
     if folder is None:
         return
-    spec, tensors = load_peft(Path(os.path.expanduser(folder)))
+    spec, tensors = load_peft(Path(os.path.expanduser(folder)), lambda _: engine.shape)
     layout = engine.adapter_layout(adapter.name)
     engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
 

@@ -64,6 +64,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[A
     sft = stock_folder(dense, tmp / "sft", 2, 6, ALL)
     qv = stock_folder(dense, tmp / "qv", 3, 6, ["q_proj", "v_proj"])
     own = own_folder(moe, tmp / "own")
+    fused = stock_folder(moe, tmp / "fused", 2, 6, ALL)  # experts as two parameters, gate and up of rank 4
     one, two = {"world_size": 1}, {"world_size": 2}
     worlds = {
         # 7 ranks: q, k and v have 2 each and 1 is spare. The scales 3 and 16/7 have no simple ratio.
@@ -71,6 +72,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[A
         2: {
             "sft_tp2": (dense, sft, {**two, "tp": 2}, 8, 24.0),
             "own_ep2": (moe, own, {**two, "ep": 2}, RANK, ALPHA),
+            "fused_ep2": (moe, fused, {**two, "ep": 2}, 6, 24.0),
             "own_wider_ep2": (moe, own, {**two, "ep": 2}, 2 * RANK, ALPHA),
         },
     }
@@ -81,7 +83,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[A
     return {**worlds[1], **worlds[2]}, results
 
 
-CASES = ["sft", "qv", "sft_tp2", "own_ep2", "own_wider_ep2"]
+CASES = ["sft", "qv", "sft_tp2", "own_ep2", "fused_ep2", "own_wider_ep2"]
 
 
 @pytest.mark.parametrize("case", CASES)

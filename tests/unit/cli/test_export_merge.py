@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from areal_lora.checkpoint.recover import pick_version
 from areal_lora.cli.app import main
 from tests.support.checkpoint.trained_run import make_run
+from tests.support.families.tiny_families import save
+from tests.support.lazy import Lazy
 from tests.support.paths import TINY_MODEL
+
+peft = Lazy("peft")
 
 
 def test_a_run_and_its_export_merge_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +52,16 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["merge", str(tmp_path / "x"), str(tmp_path / "out")]) == 64
     assert main(["merge", str(tmp_path), str(tmp_path / "out"), "--dtype", "int4"]) == 64
     assert "it is no type of weights" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_peft_holds_as_one_parameter(tmp_path: Path) -> None:
+    base, adapter = save("qwen3_moe", tmp_path / "base"), tmp_path / "adapter"
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=names, init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if ".experts." in name
+    }

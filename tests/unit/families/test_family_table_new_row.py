@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from areal_lora.engine.common.transfer_plan import load_plan, pack_plan, wire_la
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
 from areal_lora.families import registry
 from areal_lora.families.family import TARGETS, Attention, Experts, Family, GatedMlp, Scope
-from areal_lora.families.peft_folder import CONFIG_FILE, declared_spec
+from areal_lora.families.peft_folder import CONFIG_FILE, FILE_PREFIX, contents
 from areal_lora.families.registry import TABLE, Families, family_of, target_of, unsupported
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
@@ -151,9 +152,16 @@ def test_a_server_that_has_its_modules_takes_it() -> None:
 
 
 def test_a_peft_folder_with_its_names_is_read(tmp_path: Path) -> None:
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["query", "open", "narrow"]}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ".*"}
+    modules = ("attn.query", "feed.routed.3.open", "feed.always.narrow")
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    assert declared_spec(tmp_path, None, ()).target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
+    tensors = {
+        f"{FILE_PREFIX}model.layers.1.{module}.lora_{side}.weight": np.zeros((4, 4))
+        for module in modules
+        for side in "AB"
+    }
+    spec, _ = contents(tmp_path, None, tensors, lambda _: None)
+    assert spec.target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
 
 
 def test_megatron_builds_the_same_architecture() -> None:

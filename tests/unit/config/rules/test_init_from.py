@@ -23,7 +23,10 @@ from areal_lora.families.shape import ModelShape, read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec
 from tests.support.families.rowless import save_rowless
+from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
+
+peft = Lazy("peft")
 
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 HF = json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())
@@ -72,7 +75,7 @@ def refusal(folder: str, *overrides: str) -> str | None:
     layout = ParallelLayout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
     model = ShardedModel(shape=ModelShape.from_hf(HF), layout=layout)
     spec = config.adapters[0].spec("m")
-    loaded, tensors = load_peft(folder)
+    loaded, tensors = load_peft(folder, lambda _: model.shape)
     try:
         fused(tensors, loaded, wire_layout(model, spec, "float32"), lambda t: torch.zeros(t.shape))
     except AdapterError as error:
@@ -109,6 +112,24 @@ def fused_layers(tensors: Tensors) -> Tensors:
     return tensors
 
 
+SPELLINGS = (r"(?:.*?(?:self_attn|mlp).*?(?:q|o)_proj)", ["self_attn.q_proj", "model.layers.0.self_attn.o_proj"], None)
+STARTS = ["pissa", "pissa_niter_2", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "another"]
+
+
+def fused_experts(tensors: Tensors) -> Tensors:
+    """As peft holds them: ranks of the experts side by side."""
+    kept = without("experts")(tensors)
+    for layer in range(LAYERS):
+        for inner, ins, outs in ((".base_layer", 128, 128), ("", 64, 128)):
+            where = f"base_model.model.model.layers.{layer}.mlp.experts{inner}.lora_"
+            kept |= {
+                f"{where}A.weight": torch.rand(EXPERTS * RANK, ins),
+                f"{where}B.weight": torch.rand(outs, EXPERTS * RANK),
+            }
+    return kept
+
+
+PARAMETERS = ["gate_up_proj", "mlp.experts.down_proj"]
 SAME: Callable[[Tensors], Tensors] = dict
 RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[str]]] = [
     ("three lora_A", SAME, ("adapters.0.rank=5",), "adapters.0.rank", ["rank 2", "3 of its lora_A", "at least 6"]),
@@ -165,6 +186,48 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
     assert refusal(folder, *overrides) is None, "the trainer refuses what the rule lets pass"
 
 
+def test_fused_experts_become_single_ones(tmp_path: Path) -> None:
+    folder = write(tmp_path / "sft", fused_experts(stock()), target_parameters=PARAMETERS)
+    assert lines(folder) == []
+    assert refusal(folder) is None
+    (line,) = lines(folder, "adapters.0.rank=6", "adapters.0.rank_pattern={experts.*proj: 1}")
+    assert "experts.0.down_proj it has rank 2 (fix: set it to at least 2)" in line, "gate and up have one lora_A"
+    (line,) = lines(folder, "adapters.0.expert_layout=shared")
+    assert "the experts of" in line
+    with pytest.raises(AdapterError, match=r"adapts fused experts, which its base does not have; give the folder's"):
+        load_peft(folder)
+
+
+def test_fused_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "sft", fused_experts(stock()), target_parameters=PARAMETERS, rank_pattern={".*_proj": 4})
+    (line,) = lines(folder)
+    assert "shape [16, 128], which does not fit rank 4 of 8 experts" in line
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_the_spelling_of_targets_means_nothing_beside_the_tensors(tmp_path: Path, spelling: object) -> None:
+    folder = write(tmp_path / "sft", without("k_proj", "v_proj", "experts")(stock()), target_modules=spelling)
+    assert lines(folder) == []
+    assert refusal(folder) is None
+    assert load_peft(folder)[0].target_modules == ("linear_proj", "linear_qkv")
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "MiCA"])
+def test_initialisations_that_leave_the_base_alone(tmp_path: Path, start: object) -> None:
+    assert lines(write(tmp_path / "sft", stock(), init_lora_weights=start)) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica", "MiCA", "pissa_niter_2", "OLoRA"])
+def test_stock_peft_leaves_the_base_alone_with_what_is_allowed_only(tmp_path: Path, start: str) -> None:
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    before = linear[0].weight.detach().clone()
+    made = peft.get_peft_model(linear, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=start))
+    same = torch.equal(before, made.base_model.model[0].base_layer.weight)
+    assert same == (start not in STARTS)
+    assert same == (lines(write(tmp_path / "sft", stock(), init_lora_weights=start)) == [])
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
@@ -176,13 +239,14 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
         ("empty", "not a readable"),
         ("ia3", "peft_type"),
         ("dora", "use_dora scales each row by a trained magnitude, which vLLM does not serve"),
-        ("pissa", "init_lora_weights 'pissa' has changed the base"),
-        ("parameters", "target_parameters adapts fused parameters (mlp.experts.gate_up_proj)"),
+        *((start, f"init_lora_weights '{start}' is not known to leave the base") for start in STARTS),
+        ("parameters", "target_parameters adapts gate.weight: only projections of experts are taken, no router"),
         ("tokens", "trainable_token_indices changes rows of the embedding"),
         ("prefix", "lacks the prefix"),
         ("partner", "lacks its partner"),
         ("rank", "does not fit rank 4"),
-        ("target", "'embed_tokens' is none of"),
+        ("output", "adapts lm_head: a router, or outside of the layers"),
+        ("router", "adapts model.layers.0.mlp.gate: a router, or outside of the layers"),
         ("alora", "alora_invocation_tokens"),
     ],
 )
@@ -193,18 +257,20 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
             fields = {"peft_type": "IA3"}
         case "dora":
             fields = {"use_dora": True}
-        case "pissa":
-            fields = {"init_lora_weights": "pissa"}
+        case _ if broken in STARTS:
+            fields = {"init_lora_weights": broken}
         case "parameters":
-            fields = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+            fields = {"target_parameters": ["down_proj", "gate.weight", "gate_up_proj"]}
         case "tokens":
             fields = {"trainable_token_indices": {"embed_tokens": [3]}}
         case "alora":
             fields = {"alora_invocation_tokens": [1, 2]}
         case "rank":
             fields = {"r": 4}
-        case "target":
-            fields = {"target_modules": ["embed_tokens"]}
+        case "output" | "router":
+            module = {"output": "lm_head", "router": "model.layers.0.mlp.gate"}[broken]
+            sizes = {"A": (RANK, 128), "B": (8, RANK)}
+            tensors |= {f"base_model.model.{module}.lora_{side}.weight": torch.ones(sizes[side]) for side in "AB"}
         case "prefix":
             tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
         case "partner":
