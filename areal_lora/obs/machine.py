@@ -33,6 +33,7 @@ FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "gpu_celsius": max,
     "sequences_running": sum,
     "sequences_waiting": sum,
+    "preemptions_per_s": sum,  # of sequences: their KV cache is computed again
     "sequences_outstanding": sum,  # requested by the controller, not answered
     "kv_cache_share": max,
     "prefix_cache_share": fmean,  # of prompt tokens since the server's start, found in its prefix cache

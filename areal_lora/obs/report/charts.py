@@ -170,6 +170,7 @@ CHARTS = (
     Chart("GPU power", "watts", "machine/*/gpu_watts"),
     Chart("GPU temperature", "degrees Celsius", "machine/*/gpu_celsius"),
     Chart("Sequences", "of servers: running, waiting; of the controller: not answered", "machine/*/sequences_*"),
+    Chart("Preemptions", "of sequences per second, by node", "machine/*/preemptions_per_s"),
     Chart("KV cache", "share in use, of the fullest server of a node", "machine/*/kv_cache_share", unit=True),
     Chart("Prefix cache", "share of the prompt tokens found there, by node", "machine/*/prefix_cache_share", unit=True),
     Chart("Free disk", "GiB for the run folder", "machine/*/disk_free_gib"),

@@ -18,6 +18,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_lora.engine.vllm_ext.compat.engine import EngineLoad
 from areal_lora.engine.vllm_ext.compat.first_runner import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import VersionLease
 from areal_lora.processes.log import get_logger
@@ -45,7 +46,6 @@ class BadRequest(ValueError):
 class RequestCounters:
     """Count for ``/metrics`` and ``/admin/info``; vLLM's own statistics cost time at every step."""
 
-    max_num_seqs: int
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0  # sequences
     requests: int = 0
@@ -56,9 +56,14 @@ class RequestCounters:
     interrupted: int = 0
     recomputed_tokens: int = 0
     kv_cache_share: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
     began_s: float = field(init=False)
     _idle_s: float = 0.0  # not counting the idle time that lasts
     _idle_since_s: float = field(init=False)
+    _preempted: dict[str, int] = field(default_factory=dict)
+    _marks: tuple[float, int] = (0.0, 0)
 
     def __post_init__(self) -> None:
         self.began_s = self._idle_since_s = self.clock()
@@ -73,22 +78,32 @@ class RequestCounters:
         if not self.in_flight:
             self._idle_since_s = self.clock()
 
+    def take(self, load: EngineLoad) -> None:
+        """Preemptions of a sequence since the load before are missed if it has ended."""
+        self.kv_cache_share, self.running, self.waiting, preempted = load
+        self.preemptions += sum(n - self._preempted.get(name, 0) for name, n in preempted.items())
+        self._preempted = preempted
+
     def stats(self) -> ServerStats:
         now = self.clock()
         return ServerStats(
             up_s=now - self.began_s,
             idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
-            running=min(self.in_flight, self.max_num_seqs),
-            waiting=max(0, self.in_flight - self.max_num_seqs),
             **{name: getattr(self, name) for name in COUNTS},
         )
 
     def figures(self) -> dict[str, float]:
-        """Of `obs.machine`. Callable from any thread."""
+        """Of `obs.machine`. Callable from any one thread: rates are since the call before."""
         found = self.stats()
-        counts = {"sequences_running": found.running, "sequences_waiting": found.waiting}
+        (before_s, preempted), self._marks = self._marks, (found.up_s, found.preemptions)
         cached = min(1.0, found.cached_tokens / max(1, found.prompt_tokens))  # beyond 1: continuations of cut sequences
-        return counts | {"kv_cache_share": found.kv_cache_share, "prefix_cache_share": cached}
+        return {
+            "sequences_running": found.running,
+            "sequences_waiting": found.waiting,
+            "preemptions_per_s": (found.preemptions - preempted) / max(1.0, found.up_s - before_s),
+            "kv_cache_share": found.kv_cache_share,
+            "prefix_cache_share": cached,
+        }
 
 
 COUNTS = [field.name for field in fields(RequestCounters) if field.name in ServerStats.__struct_fields__]
