@@ -36,7 +36,7 @@ FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "preemptions_per_s": sum,  # of sequences: their KV cache is computed again
     "sequences_outstanding": sum,  # requested by the controller, not answered
     "kv_cache_share": max,
-    "prefix_cache_share": fmean,  # of prompt tokens since the server's start, found in its prefix cache
+    "prefix_cache_share": fmean,  # of prompt tokens of requests that ended since the measurement before, if any
     "disk_free_gib": min,  # of the file system of the run folder, as trainer rank 0 sees it
 }
 """The figures, and how those of the processes of one role on one node, or with one GPU, are joined."""

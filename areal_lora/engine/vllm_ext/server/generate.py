@@ -51,6 +51,7 @@ class RequestCounters:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    ended_prompt_tokens: int = 0  # of engine requests that have ended: those that `cached_tokens` is a part of
     generated_tokens: int = 0
     aborted: int = 0
     interrupted: int = 0
@@ -63,7 +64,7 @@ class RequestCounters:
     _idle_s: float = 0.0  # not counting the idle time that lasts
     _idle_since_s: float = field(init=False)
     _preempted: dict[str, int] = field(default_factory=dict)
-    _marks: tuple[float, int] = (0.0, 0)
+    _marks: tuple[float, ...] = (0.0, 0, 0, 0)
 
     def __post_init__(self) -> None:
         self.began_s = self._idle_since_s = self.clock()
@@ -95,15 +96,16 @@ class RequestCounters:
     def figures(self) -> dict[str, float]:
         """Of `obs.machine`. Callable from any one thread: rates are since the call before."""
         found = self.stats()
-        (before_s, preempted), self._marks = self._marks, (found.up_s, found.preemptions)
-        cached = min(1.0, found.cached_tokens / max(1, found.prompt_tokens))  # beyond 1: continuations of cut sequences
-        return {
+        marks = found.up_s, found.preemptions, found.cached_tokens, self.ended_prompt_tokens
+        seconds, preempted, cached, ended = (now - before for now, before in zip(marks, self._marks, strict=True))
+        self._marks = marks
+        figures = {
             "sequences_running": found.running,
             "sequences_waiting": found.waiting,
-            "preemptions_per_s": (found.preemptions - preempted) / max(1.0, found.up_s - before_s),
+            "preemptions_per_s": preempted / max(1.0, seconds),
             "kv_cache_share": found.kv_cache_share,
-            "prefix_cache_share": cached,
         }
+        return figures | ({"prefix_cache_share": cached / ended} if ended else {})
 
 
 COUNTS = [field.name for field in fields(RequestCounters) if field.name in ServerStats.__struct_fields__]
@@ -195,6 +197,7 @@ class Generator:
                 counters.generated_tokens += sum(len(c.token_ids) for c in output.outputs)
                 if finished:
                     counters.cached_tokens += output.num_cached_tokens or 0
+                    counters.ended_prompt_tokens += len(token_ids)
                 yield output
         finally:
             counters.end(n)

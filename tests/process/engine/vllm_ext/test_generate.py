@@ -37,9 +37,13 @@ def test_idle_is_the_time_without_a_running_sequence() -> None:
     counters.start(1)
     counters.end(1)
     assert after(0.5) == (5.5, 11.5)
-    assert counters.figures()["prefix_cache_share"] == 0
-    counters.prompt_tokens, counters.cached_tokens = 80, 60
-    assert counters.figures()["prefix_cache_share"] == 0.75
+    assert "prefix_cache_share" not in counters.figures(), "no request has ended"
+    for ended, cached in ((80, 60), (40, 10)):
+        counters.prompt_tokens += 1000  # of running requests, too
+        counters.ended_prompt_tokens += ended
+        counters.cached_tokens += cached
+        assert counters.figures()["prefix_cache_share"] == cached / ended
+    assert "prefix_cache_share" not in counters.figures()
 
 
 def test_preemptions_are_counted_once_and_told_by_time() -> None:

@@ -240,6 +240,10 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
     assert len(answers) == 3 * at_once
 
 
+def use_of(server: RunningServer) -> MachineUse:
+    return msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
+
+
 def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
     def share() -> float:
         return server.admin.info(10.0).stats.kv_cache_share
@@ -258,10 +262,10 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
 
     asyncio.run(asyncio.wait_for(run(), 120))
     wait_until(lambda: share() == 0, 60)
-    use = msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
+    use = use_of(server)
     engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
     assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
-    assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share", "prefix_cache_share"}
+    assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share"}
 
 
 def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp_path: Path) -> None:
@@ -270,7 +274,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp
     try:
         server = connect(tmp_path / "small", tiny_model, process)
 
-        async def run() -> ServerStats:
+        async def run() -> tuple[ServerStats, float]:
             async def sample(n: int) -> None:
                 while True:
                     await server.post(session, model="base", prompt=PROMPT, n=n, max_tokens=200, ignore_eos=True)
@@ -279,20 +283,22 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp
                 running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
                 while True:
                     found = (await asyncio.to_thread(server.admin.info, 120.0)).stats
-                    if found.waiting and found.preemptions:
+                    cached = use_of(server).figures.get("prefix_cache_share")
+                    if found.waiting and found.preemptions and cached is not None:
                         break
                     await asyncio.sleep(0.1)
                 for task in running:
                     task.cancel()
-                return found
+                return found, cached
 
-        found = asyncio.run(asyncio.wait_for(run(), 240))
+        found, cached = asyncio.run(asyncio.wait_for(run(), 240))
     finally:
         process.terminate()
         process.wait(150)
     assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
     assert found.running + found.waiting <= 40
     assert 0.5 < found.kv_cache_share <= 1
+    assert 0 < cached < 1, "of one prompt"
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
