@@ -33,12 +33,21 @@ FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "gpu_celsius": max,
     "sequences_running": sum,
     "sequences_waiting": sum,
+    "preemptions_per_s": sum,  # of sequences: their KV cache is computed again
     "sequences_outstanding": sum,  # requested by the controller, not answered
     "kv_cache_share": max,
-    "prefix_cache_share": fmean,  # of prompt tokens since the server's start, found in its prefix cache
+    "prefix_cache_share": fmean,  # of prompt tokens of requests that ended since the measurement before, if any
     "disk_free_gib": min,  # of the file system of the run folder, as trainer rank 0 sees it
 }
 """The figures, and how those of the processes of one role on one node, or with one GPU, are joined."""
+EXTREMES: dict[str, Callable[[float, float], float]] = {
+    "memory_gib": max,
+    "gpu_gib": max,
+    "gpu_celsius": max,
+    "kv_cache_share": max,
+    "disk_free_gib": min,
+}
+"""Of the rounds between two records; of other figures the mean."""
 
 GPU_READINGS: dict[str, Callable[[Any, Any], float]] = {  # of NVML and of the handle of a GPU
     "gpu_share": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,  # percent
@@ -141,11 +150,35 @@ class ProcessMeter:
         return {"cpu_share": share, "memory_gib": nbytes / 2**30}
 
 
+class Rounds:
+    """`joined` figures of several rounds as one: their mean, or ``EXTREMES``. Callable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._taken = threading.Lock(), False
+        self._found: dict[str, tuple[int, float]] = {}  # rounds, and what they are as one
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            if self._taken:
+                self._found, self._taken = {}, False
+            for tag, value in metrics.items():
+                n, before = self._found.get(tag, (0, value))
+                extreme = EXTREMES.get(tag.rpartition("/")[2])
+                mean = before + (value - before) / (n + 1)
+                self._found[tag] = n + 1, extreme(before, value) if extreme else mean
+
+    def take(self) -> dict[str, float]:
+        """The rounds since the call before; the same again if there is none."""
+        with self._lock:
+            self._taken = True
+            return {tag: value for tag, (_, value) in self._found.items()}
+
+
 class MachineWatch:
     """Writes this process's `MachineUse` now and every ``EVERY_S``, in a thread; a failure is a warning.
 
     ``device`` is that of a role that computes, else "cpu". ``figures`` are further ones of ``FIGURES``; the thread
-    calls it. ``collects``: ``uses`` are those of all processes, as of the last round.
+    calls it. ``collects``: ``rounds`` has what all processes wrote.
     """
 
     def __init__(
@@ -158,7 +191,7 @@ class MachineWatch:
         figures: Callable[[], Mapping[str, float]] = dict,
         collects: bool = False,
     ) -> None:
-        self.uses: list[MachineUse] = []
+        self.rounds = Rounds()
         self._role, self._target = role, run_folder.status(f"{role}-{index}").with_suffix(".json")
         self._collects, self._device, self._figures = collects, device, figures
         self._seen: dict[str, tuple[bytes, float]] = {}  # content of each file, and since when
@@ -178,7 +211,8 @@ class MachineWatch:
                     figures["disk_free_gib"] = shutil.disk_usage(self._target.parent).free / 2**30
                 use = MachineUse(role=self._role, node=os.uname().nodename, figures=figures, gpus=gpus)
                 write_file(self._target, msgspec.json.encode(use))
-                self.uses = self._collect(time.monotonic()) if self._collects else []
+                if self._collects:
+                    self.rounds.add(joined(self._collect(time.monotonic())))
             except OSError as error:
                 log.warning("figures of this machine: %s", error)
             if self._stop.wait(EVERY_S):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave
 from areal_lora.engine.common.adapter_engine import DeviceMemory
-from areal_lora.obs.machine import MachineWatch, joined
+from areal_lora.obs.machine import MachineWatch
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.rollout_store import RolloutWriter, StepRollouts
@@ -43,7 +43,8 @@ class RateMeter:
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> step_metrics.Metrics:
         """Rates since the adapter's previous step; unknown if a counter decreased.
 
-        ``servers_idle`` is the fraction of the time with no group in flight.
+        ``servers_idle`` is the fraction of the time without a group of the adapter in flight: less than
+        any server's own idle time.
         """
         before_s, tokens_before, idle_before_s = self._marks.get(adapter, (math.inf, 0, 0.0))
         self._marks[adapter] = (now_s, tokens, idle_s)
@@ -249,7 +250,7 @@ class Recorder:
 
     def _of_machines(self, spans: Spans, tokens: int) -> step_metrics.Metrics:
         speed = step_metrics.of_speed(spans, tokens, self._devices)
-        return {**speed, **joined(self._machines.uses)} if self._machines else speed
+        return {**speed, **self._machines.rounds.take()} if self._machines else speed
 
     def finish(self, adapters: Mapping[str, Path]) -> None:
         """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""

@@ -103,10 +103,11 @@ class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Counters of a server since it started to serve. In ``idle_s`` of ``up_s`` seconds no sequence was running.
 
-    ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once,
+    ``prompt_tokens`` counts each prompt once,
     ``cached_tokens`` those of them that the prefix cache had.
     ``interrupted`` sequences were cut and continued on a newer version, which recomputed ``recomputed_tokens``.
-    ``kv_cache_share`` of the KV cache was in use at the engine's last answer.
+    At the engine's last answer ``running`` sequences had places in the KV cache, of which ``kv_cache_share`` was in
+    use, and ``waiting`` did not. ``preemptions``: a sequence lost its place and is computed again.
     """
 
     up_s: float = 0.0
@@ -121,6 +122,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     interrupted: int = 0
     recomputed_tokens: int = 0
     kv_cache_share: float = 0.0
+    preemptions: int = 0
 
 
 class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -175,10 +175,11 @@ CHARTS = (
     Chart("GPU power", "watts", "machine/*/gpu_watts"),
     Chart("GPU temperature", "degrees Celsius", "machine/*/gpu_celsius"),
     Chart("Sequences", "of servers: running, waiting; of the controller: not answered", "machine/*/sequences_*"),
+    Chart("Preemptions", "of sequences per second, by node", "machine/*/preemptions_per_s"),
     Chart("KV cache", "share in use, of the fullest server of a node", "machine/*/kv_cache_share", unit=True),
     Chart("Prefix cache", "share of the prompt tokens found there, by node", "machine/*/prefix_cache_share", unit=True),
     Chart("Free disk", "GiB for the run folder", "machine/*/disk_free_gib"),
-    Chart("Idle", "fraction of the time without training, or without generation", "train/*_idle", unit=True),
+    Chart("Idle", "fraction of the time without training, or without a group in flight", "train/*_idle", unit=True),
     Chart("Rollout speed", "tokens/s, all servers", "train/rollout_tokens_per_s"),
     Chart(
         "Groups in flight", "at the delivery of a batch", "train/groups_running train/groups_ready train/groups_leased"

@@ -74,7 +74,7 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.core.sched.interface",
         name="SchedulerInterface",
-        members=("get_kv_cache_usage",),
+        members=("get_kv_cache_usage", "get_request_counts"),
         why="as EngineCore",
     ),
     Used(
@@ -490,6 +490,7 @@ INTERNALS: tuple[Used, ...] = (
         members=(
             "request_id",
             "num_computed_tokens",
+            "num_preemptions",
             "num_prompt_tokens",
             "num_tokens",
             "prompt_token_ids",
@@ -497,7 +498,6 @@ INTERNALS: tuple[Used, ...] = (
             "lora_request",
             "cache_salt",
         ),
-        on="cpu",
-        why="whether two requests have one prompt, and how far it is computed",
+        why="whether two requests have one prompt, how far it is computed, and how often they were preempted",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from areal_lora.obs import machine
-from areal_lora.obs.machine import MachineUse, MachineWatch, gpu_figures, joined
+from areal_lora.obs.machine import MachineUse, MachineWatch, Rounds, gpu_figures, joined
 from areal_lora.obs.report.charts import Charts
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import STALE_S
@@ -172,6 +173,29 @@ def test_many_nodes_are_three_tags() -> None:
     }
 
 
+def test_a_record_has_all_rounds_since_the_one_before() -> None:
+    """GPUs that work in one round of five; each record is taken after that round."""
+    rounds, at = Rounds(), "machine/trainer/n1/0/"
+    for peak_gib in (30.0, 20.0):
+        for working in (0, 0, 0, 0, 1):
+            use = {"gpu_share": float(working), "gpu_watts": 100.0 + 500 * working, "gpu_gib": peak_gib * (1 - working)}
+            node = {"cpu_share": 0.5, "disk_free_gib": peak_gib - working}
+            rounds.add(joined([MachineUse(role="trainer", node="n1", figures=node, gpus={"0": use})]))
+        expected = {f"{at}gpu_share": 0.2, f"{at}gpu_watts": 200.0, f"{at}gpu_gib": peak_gib}
+        found = rounds.take()
+        assert found == pytest.approx(
+            expected | {"machine/trainer/n1/cpu_share": 0.5, "machine/trainer/n1/disk_free_gib": peak_gib - 1}
+        )
+        assert rounds.take() == found, "a step that is shorter than a round"
+    rounds.add({f"{at}gpu_share": 0.75})
+    rounds.add({f"{at}gpu_share": 0.25, "machine/server/n2/cpu_share": 0.125})
+    assert rounds.take() == {f"{at}gpu_share": 0.5, "machine/server/n2/cpu_share": 0.125}, "one that came later"
+
+
+def test_extremes_are_those_of_known_figures() -> None:
+    assert machine.EXTREMES.keys() < machine.FIGURES.keys()
+
+
 @pytest.mark.parametrize("name", machine.FIGURES)
 def test_every_figure_has_a_chart(name: str) -> None:
     charts = Charts()
@@ -191,13 +215,17 @@ def test_one_process_collects_what_all_wrote_until_they_end(tmp_path: Path, monk
     (folder.statuses / "server-3.json").write_bytes(msgspec.json.encode(ended))
     controller = MachineWatch(folder, "controller", 0, figures=lambda: {"sequences_outstanding": 7.0})
     watch = MachineWatch(folder, "trainer", 0, collects=True)
-    wait_until(lambda: len(watch.uses) == 3)
+    node = os.uname().nodename
+    wait_until(lambda: f"machine/controller/{node}/cpu_share" in watch.rounds.take())
     for each in (controller, watch):
         each.stop()
-    found = {use.role: use for use in watch.uses}
-    assert found["server"] == ended
-    assert found["controller"].figures["sequences_outstanding"] == 7.0
-    assert found["controller"].figures.keys() == {"cpu_share", "memory_gib", "sequences_outstanding"}
-    assert found["trainer"].figures.keys() == {"cpu_share", "memory_gib", "disk_free_gib"}
-    assert 0 < found["trainer"].figures["disk_free_gib"] < shutil.disk_usage(tmp_path).total / 2**30
+    found = watch.rounds.take()
+    assert found["machine/server/n1/sequences_running"] == 5.0
+    assert found[f"machine/controller/{node}/sequences_outstanding"] == 7.0
+    own = {
+        f"machine/{role}/{node}/{name}" for role in ("controller", "trainer") for name in ("cpu_share", "memory_gib")
+    }
+    of_one = {f"machine/controller/{node}/sequences_outstanding", f"machine/trainer/{node}/disk_free_gib"}
+    assert found.keys() == own | of_one | {"machine/server/n1/sequences_running"}
+    assert 0 < found[f"machine/trainer/{node}/disk_free_gib"] < shutil.disk_usage(tmp_path).total / 2**30
     assert ended not in watch._collect(time.monotonic() + 2 * STALE_S), "nothing has changed since"

@@ -68,7 +68,7 @@ def test_a_step_has_the_use_of_the_machines(tmp_path: Path) -> None:
     folder, groups = RunFolder(tmp_path), (TrajectoryGroup(uid="0:a", trajectories=(trajectory(stream().at(0), 0),)),)
     folder.statuses.mkdir(parents=True)
     machines = MachineWatch(folder, "trainer", 0, collects=True)
-    wait_until(lambda: machines.uses)
+    wait_until(lambda: machines.rounds.take())
     recorder = Recorder(folder, [NAME], {}, time.monotonic(), machines=machines)
     report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
     recorder.step(AdapterRef(name=NAME, version=1), collate(PackedGroups.of(groups)), report, {0: 8}, Spans())

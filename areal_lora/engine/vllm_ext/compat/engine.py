@@ -7,7 +7,7 @@ import socket
 import stat
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import AsyncEngineArgs
@@ -26,17 +26,26 @@ WHOLE = "areal_lora_whole"
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
-def kv_cache_share(core: EngineCore) -> float:
-    """The share of the KV cache in use. As a method of vLLM's engine core: `AsyncLLM` has no call without statistics.
+class EngineLoad(NamedTuple):
+    """The share of the KV cache in use, sequences that have places in it and that wait, and preemptions by sequence."""
 
-    Its statistics would cost time at every model step.
-    """
-    return float(core.scheduler.get_kv_cache_usage())
+    kv_cache_share: float
+    running: int
+    waiting: int
+    preempted: dict[str, int]
 
 
-async def read_kv_cache_share(engine: AsyncLLM) -> float:
-    """`kv_cache_share` of an engine of `start_engine`, which answers between two model steps."""
-    return float(await engine.engine_core.call_utility_async(kv_cache_share.__name__))
+def load_now(core: EngineCore) -> EngineLoad:
+    """As a method of vLLM's engine core: `AsyncLLM` has no call without statistics, which cost time at every step."""
+    scheduler = core.scheduler
+    preempted = {name: r.num_preemptions for name, r in scheduler.requests.items() if r.num_preemptions}
+    running, waiting = scheduler.get_request_counts()
+    return EngineLoad(scheduler.get_kv_cache_usage(), running, waiting, preempted)
+
+
+async def read_load(engine: AsyncLLM) -> EngineLoad:
+    """`load_now` of an engine of `start_engine`, which answers between two model steps."""
+    return EngineLoad(*await engine.engine_core.call_utility_async(load_now.__name__))
 
 
 def follow_version(core: EngineCore, follow_id: int, lora_id: int) -> dict[str, tuple[int, int]]:
@@ -73,7 +82,7 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 def extend_engine_core() -> None:
     """Give vLLM's engine core the methods that the server calls: also in an engine that is spawned, as under WSL."""
-    for method in (kv_cache_share, follow_version):
+    for method in (load_now, follow_version):
         setattr(EngineCore, method.__name__, method)
 
 

@@ -187,7 +187,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     described = [msgspec.msgpack.decode(answer, type=WorkerDescription) for answer in answers]
     first = described[0]
     await channel.connect(len(described))
-    counters = RequestCounters(max_num_seqs(config))
+    counters = RequestCounters()
     adapters = ServedAdapters(
         engine,
         channel,

@@ -249,6 +249,7 @@ class DataPlane:
         rows: dict[str, tuple[str, float]] = {
             "areal_lora_sequences_running": ("gauge", s.running),
             "areal_lora_sequences_waiting": ("gauge", s.waiting),
+            "areal_lora_preemptions_total": ("counter", s.preemptions),
             "areal_lora_kv_cache_share": ("gauge", s.kv_cache_share),
             "areal_lora_adapter_versions": ("gauge", len(self._adapters.versions.active)),
             "areal_lora_requests_total": ("counter", s.requests),

@@ -18,6 +18,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_lora.engine.vllm_ext.compat.engine import EngineLoad
 from areal_lora.engine.vllm_ext.compat.first_runner import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server.adapters import VersionLease
 from areal_lora.processes.log import get_logger
@@ -45,20 +46,25 @@ class BadRequest(ValueError):
 class RequestCounters:
     """Count for ``/metrics`` and ``/admin/info``; vLLM's own statistics cost time at every step."""
 
-    max_num_seqs: int
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0  # sequences
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    ended_prompt_tokens: int = 0  # of engine requests that have ended: those that `cached_tokens` is a part of
     generated_tokens: int = 0
     aborted: int = 0
     interrupted: int = 0
     recomputed_tokens: int = 0
     kv_cache_share: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
     began_s: float = field(init=False)
     _idle_s: float = 0.0  # not counting the idle time that lasts
     _idle_since_s: float = field(init=False)
+    _preempted: dict[str, int] = field(default_factory=dict)
+    _marks: tuple[float, ...] = (0.0, 0, 0, 0)
 
     def __post_init__(self) -> None:
         self.began_s = self._idle_since_s = self.clock()
@@ -73,22 +79,33 @@ class RequestCounters:
         if not self.in_flight:
             self._idle_since_s = self.clock()
 
+    def take(self, load: EngineLoad) -> None:
+        """Preemptions of a sequence since the load before are missed if it has ended."""
+        self.kv_cache_share, self.running, self.waiting, preempted = load
+        self.preemptions += sum(n - self._preempted.get(name, 0) for name, n in preempted.items())
+        self._preempted = preempted
+
     def stats(self) -> ServerStats:
         now = self.clock()
         return ServerStats(
             up_s=now - self.began_s,
             idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
-            running=min(self.in_flight, self.max_num_seqs),
-            waiting=max(0, self.in_flight - self.max_num_seqs),
             **{name: getattr(self, name) for name in COUNTS},
         )
 
     def figures(self) -> dict[str, float]:
-        """Of `obs.machine`. Callable from any thread."""
+        """Of `obs.machine`. Callable from any one thread: rates are since the call before."""
         found = self.stats()
-        counts = {"sequences_running": found.running, "sequences_waiting": found.waiting}
-        cached = min(1.0, found.cached_tokens / max(1, found.prompt_tokens))  # beyond 1: continuations of cut sequences
-        return counts | {"kv_cache_share": found.kv_cache_share, "prefix_cache_share": cached}
+        marks = found.up_s, found.preemptions, found.cached_tokens, self.ended_prompt_tokens
+        seconds, preempted, cached, ended = (now - before for now, before in zip(marks, self._marks, strict=True))
+        self._marks = marks
+        figures = {
+            "sequences_running": found.running,
+            "sequences_waiting": found.waiting,
+            "preemptions_per_s": preempted / max(1.0, seconds),
+            "kv_cache_share": found.kv_cache_share,
+        }
+        return figures | ({"prefix_cache_share": cached / ended} if ended else {})
 
 
 COUNTS = [field.name for field in fields(RequestCounters) if field.name in ServerStats.__struct_fields__]
@@ -180,6 +197,7 @@ class Generator:
                 counters.generated_tokens += sum(len(c.token_ids) for c in output.outputs)
                 if finished:
                     counters.cached_tokens += output.num_cached_tokens or 0
+                    counters.ended_prompt_tokens += len(token_ids)
                 yield output
         finally:
             counters.end(n)

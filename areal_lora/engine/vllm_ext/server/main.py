@@ -210,13 +210,13 @@ async def serve(
 
 
 async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
-    """Report progress whenever the engine ends a step, and read how full its KV cache is."""
-    from areal_lora.engine.vllm_ext.compat.engine import read_kv_cache_share  # as in ``serve``
+    """Report progress whenever the engine ends a step, and read its load."""
+    from areal_lora.engine.vllm_ext.compat.engine import read_load  # as in ``serve``
 
     while not parts.engine.errored:
         try:
             await parts.engine.collective_rpc("al_alive")
-            parts.counters.kv_cache_share = await read_kv_cache_share(parts.engine)
+            parts.counters.take(await read_load(parts.engine))
         except Exception:  # fault boundary: ``serve`` reports an engine that has ended
             if parts.engine.errored:
                 return

@@ -81,11 +81,15 @@ def test_a_rollout_starts_before_the_tenants_requests_that_wait(server: RunningS
 
     async def run() -> int:
         async with aiohttp.ClientSession() as session:
-            asked = [asyncio.create_task(server.post(session, **tenants, background=background)) for _ in range(16)]
-            waiting = 0
-            while waiting < 128 and not all(each.done() for each in asked):
+
+            async def requests() -> int:
                 async with session.get(server.url("/metrics")) as response:
-                    waiting = int(re.findall(r"^areal_lora_sequences_waiting (\d+)", await response.text(), re.M)[0])
+                    return int(re.findall(r"^areal_lora_requests_total (\d+)", await response.text(), re.M)[0])
+
+            before = await requests()
+            asked = [asyncio.create_task(server.post(session, **tenants, background=background)) for _ in range(16)]
+            while await requests() < before + 12 and not all(each.done() for each in asked):
+                pass
             status, _ = await server.post(session, model="base", prompt=PROMPT[:4], max_tokens=2)
             assert status == 200
             done = sum(each.done() for each in asked)

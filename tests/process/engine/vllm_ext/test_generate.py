@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.lazy import Lazy
 
+engine = Lazy("areal_lora.engine.vllm_ext.compat.engine")
 generate = Lazy("areal_lora.engine.vllm_ext.server.generate")
 
 pytestmark = pytest.mark.slow  # importing vLLM
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow  # importing vLLM
 
 def test_idle_is_the_time_without_a_running_sequence() -> None:
     now = [100.0]
-    counters = generate.RequestCounters(4, clock=lambda: now[0])
+    counters = generate.RequestCounters(clock=lambda: now[0])
 
     def after(seconds: float) -> tuple[float, float]:
         now[0] += seconds
@@ -30,16 +31,37 @@ def test_idle_is_the_time_without_a_running_sequence() -> None:
     assert after(5.0) == (3.0, 8.0)
     counters.start(6)
     counters.end(2)
-    assert (counters.stats().running, counters.stats().waiting) == (4, 2)
     assert after(1.0) == (3.0, 9.0)
     counters.end(6)
     assert after(2.0) == (5.0, 11.0)
     counters.start(1)
     counters.end(1)
     assert after(0.5) == (5.5, 11.5)
-    assert counters.figures()["prefix_cache_share"] == 0
-    counters.prompt_tokens, counters.cached_tokens = 80, 60
-    assert counters.figures()["prefix_cache_share"] == 0.75
+    assert "prefix_cache_share" not in counters.figures(), "no request has ended"
+    for ended, cached in ((80, 60), (40, 10)):
+        counters.prompt_tokens += 1000  # of running requests, too
+        counters.ended_prompt_tokens += ended
+        counters.cached_tokens += cached
+        assert counters.figures()["prefix_cache_share"] == cached / ended
+    assert "prefix_cache_share" not in counters.figures()
+
+
+def test_preemptions_are_counted_once_and_told_by_time() -> None:
+    now = [100.0]
+    counters = generate.RequestCounters(clock=lambda: now[0])
+
+    def rate(seconds: float, running: int = 0, waiting: int = 0, **preempted: int) -> float:
+        now[0] += seconds
+        counters.take(engine.EngineLoad(0.5, running, waiting, preempted))
+        figures = counters.figures()
+        assert (figures["sequences_running"], figures["sequences_waiting"]) == (running, waiting)
+        return float(figures["preemptions_per_s"])
+
+    assert rate(10.0, 3, 237) == 0
+    assert rate(10.0, 2, 238, a=2, b=1) == 0.3
+    assert rate(10.0, a=2, b=2, c=4) == 0.5
+    assert rate(5.0, b=2) == 0, "others have ended"
+    assert counters.stats().preemptions == 8
 
 
 class SlowEngine:
@@ -65,7 +87,7 @@ def test_a_request_that_is_cut_off_while_it_is_handed_over_leaves_nothing_in_the
     async def main() -> tuple[dict[str, str], generate.RequestCounters]:
         engine: Any = SlowEngine()
         generator = generate.Generator(
-            engine=engine, max_model_len=64, vocab_size=9, counters=generate.RequestCounters(4)
+            engine=engine, max_model_len=64, vocab_size=9, counters=generate.RequestCounters()
         )
         lease: Any = SimpleNamespace(name="math@v1", ref=None, incarnation=0, lora=None)
         params: Any = SimpleNamespace(n=1, prompt_logprobs=None)

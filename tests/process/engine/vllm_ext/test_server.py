@@ -26,14 +26,17 @@ from areal_lora.run_folder.status import last_beats
 from areal_lora.types import TokenColumns
 from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.admin_client import AdminClient
+from areal_lora.weight_sync.messages import ServerStats
 from tests.support.clocks import seen, wait_until
 from tests.support.engine.vllm_ext.serving import (
     PROMPT,
     RunningServer,
     adapter,
     answers_a_ping,
+    connect,
     hf_logits,
     merged_model,
+    start,
 )
 from tests.support.lazy import Lazy
 
@@ -224,8 +227,9 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
 
     async def run() -> tuple[int, list[Any]]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            before = server.admin.info(120.0).stats.requests
             running = [asyncio.create_task(server.greedy(session, str(ref), p, 40)) for p in prompts]
-            while (await asyncio.to_thread(server.admin.info, 120.0)).stats.waiting < 2 * at_once:
+            while (await asyncio.to_thread(server.admin.info, 120.0)).stats.requests < before + len(prompts):
                 if all(task.done() for task in running):
                     break
             await asyncio.to_thread(server.admin.score, str(ref), [PROMPT], 120.0)
@@ -234,6 +238,10 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
     # It took the first free place, not the one after all that waited.
     _, answers = seen(lambda: asyncio.run(run()), lambda found: found[0] < 2 * at_once)
     assert len(answers) == 3 * at_once
+
+
+def use_of(server: RunningServer) -> MachineUse:
+    return msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
 
 
 def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
@@ -254,10 +262,43 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
 
     asyncio.run(asyncio.wait_for(run(), 120))
     wait_until(lambda: share() == 0, 60)
-    use = msgspec.json.decode((RunFolder(server.folder).statuses / "server-0.json").read_bytes(), type=MachineUse)
+    use = use_of(server)
     engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
     assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
-    assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share", "prefix_cache_share"}
+    assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share"}
+
+
+def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp_path: Path) -> None:
+    """40 answers, also of one request, are less than may run at a time; they need more than the cache has."""
+    process = start(tmp_path / "small", tiny_model, kv_cache_gib=0.002)
+    try:
+        server = connect(tmp_path / "small", tiny_model, process)
+
+        async def run() -> tuple[ServerStats, float]:
+            async def sample(n: int) -> None:
+                while True:
+                    await server.post(session, model="base", prompt=PROMPT, n=n, max_tokens=200, ignore_eos=True)
+
+            async with aiohttp.ClientSession() as session:
+                running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
+                while True:
+                    found = (await asyncio.to_thread(server.admin.info, 120.0)).stats
+                    cached = use_of(server).figures.get("prefix_cache_share")
+                    if found.waiting and found.preemptions and cached is not None:
+                        break
+                    await asyncio.sleep(0.1)
+                for task in running:
+                    task.cancel()
+                return found, cached
+
+        found, cached = asyncio.run(asyncio.wait_for(run(), 240))
+    finally:
+        process.terminate()
+        process.wait(150)
+    assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
+    assert found.running + found.waiting <= 40
+    assert 0.5 < found.kv_cache_share <= 1
+    assert 0 < cached < 1, "of one prompt"
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
@@ -341,9 +382,9 @@ def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> N
                 await response.content.readline()
                 for seed in range(6):
                     await asyncio.to_thread(server.publish, server.adapter(seed))
-                    async with session.get(server.url("/metrics")) as metrics:
-                        if "sequences_running 1" in await metrics.text():
-                            assert str(held) in server.admin.info(120.0).refs
+                    found = await asyncio.to_thread(server.admin.info, 120.0)
+                    if found.stats.idle_s == (await asyncio.to_thread(server.admin.info, 120.0)).stats.idle_s:
+                        assert str(held) in found.refs
                 async for _ in response.content:
                     pass
             for seed in range(2):
@@ -496,14 +537,15 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
             return int(rows[f"areal_lora_{name}"])
 
         async with aiohttp.ClientSession() as session:
-            aborted = await counter("sequences_aborted_total")
+            aborted, asked = await counter("sequences_aborted_total"), await counter("requests_total")
             left = asyncio.create_task(
                 server.post(session, model="base", prompt=PROMPT, n=4, max_tokens=200, ignore_eos=True)
             )
-            while await counter("sequences_running") < 4 and not left.done():
+            while await counter("requests_total") == asked and not left.done():
                 pass
             left.cancel()
-            while await counter("sequences_running"):
+            idle_s = server.admin.info(120.0).stats.idle_s
+            while server.admin.info(120.0).stats.idle_s == idle_s:
                 await asyncio.sleep(0.02)
             return await counter("sequences_aborted_total") - aborted
 

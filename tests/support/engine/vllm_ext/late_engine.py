@@ -72,7 +72,7 @@ async def answer_of_a_late_request() -> SampledPart:
     engine: Any = LateEngine()
     channel: Any = SimpleNamespace()
     adapters = ServedAdapters(engine, channel, n_workers=1, n_slots=4, resident=2)
-    generator = Generator(engine=engine, max_model_len=64, vocab_size=64, counters=RequestCounters(max_num_seqs=8))
+    generator = Generator(engine=engine, max_model_len=64, vocab_size=64, counters=RequestCounters())
     sampler = Sampler(generator, adapters, str, "keep")
 
     async def publish(version: int) -> None:

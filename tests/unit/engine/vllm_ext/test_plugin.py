@@ -23,4 +23,4 @@ def test_an_engine_that_is_spawned_has_the_methods_that_the_server_calls(
     monkeypatch.setenv(plugin.SERVER_PID, str(os.getpid() + of_another))
     plugin.register()
     names = {name for name in vars(Core) if not name.startswith("__")}
-    assert names == ({"kv_cache_share", "follow_version"} if of_another else set())
+    assert names == ({"load_now", "follow_version"} if of_another else set())

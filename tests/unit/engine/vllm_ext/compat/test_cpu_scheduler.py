@@ -26,6 +26,7 @@ structured_output = Lazy("vllm.v1.structured_output")
 cpu_scheduler = Lazy("areal_lora.engine.vllm_ext.compat.cpu_scheduler")
 engine = Lazy("areal_lora.engine.vllm_ext.compat.engine")
 assemble = Lazy("areal_lora.engine.vllm_ext.server.assemble")
+generate = Lazy("areal_lora.engine.vllm_ext.server.generate")
 
 BLOCK, LAYERS, K = 32, 2, 2
 
@@ -57,7 +58,10 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 def run(
     scheduler: cpu_scheduler.GroupScheduler, prompts: list[list[int]], n_tokens: int, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens and returned routes of each request, and the number of preemptions."""
+    """Tokens and returned routes of each request, and the number of preemptions.
+
+    The load that the server reads is what the scheduler's own outputs tell.
+    """
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
     every = {
         f"{i}": requests.Request(
@@ -75,9 +79,14 @@ def run(
         scheduler.add_request(request)
     returned: dict[str, list[np.ndarray]] = {name: [] for name in every}
     preempted = step = 0
+    core: Any = SimpleNamespace(scheduler=scheduler)
+    counters = generate.RequestCounters()
     while scheduler.has_unfinished_requests():
         made = scheduler.schedule()
         preempted += len(made.preempted_req_ids or ())
+        counters.take(engine.load_now(core))
+        assert (counters.preemptions, counters.running) == (preempted, len(made.num_scheduled_tokens))
+        assert counters.running + counters.waiting == len(scheduler.requests)
         names = list(made.num_scheduled_tokens)
         parts = {}
         for name in names:
