@@ -50,18 +50,22 @@ def kind_of(what: What) -> OpKind:
     return OpKind.PASS if isinstance(what, Pass | Poison) else OpKind.OTHER
 
 
-def admit(quota: Quota, waiting: QueueUsage, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
-    """Whether a request with a new ``seq`` may wait. Raises RequestError.
-
-    What fills a gap before a request that is held is taken above the number of requests: else the queue could never
-    become shorter. A request without data is taken above the number of bytes: only a step makes these fewer.
-    """
+def check_seq(quota: Quota, next_seq: int, seq: int) -> None:
+    """Raises RequestError for a new ``seq`` that cannot be carried out, or only after more requests than may wait."""
     if seq < next_seq:
         reason = f"{seq} was passed over, or answered long ago; the next one is {next_seq}"
         raise RequestError("seq_id", reason, "count requests of a model from 1, and send each one within minutes")
     if seq >= next_seq + quota.queued:
         reason = f"{seq} is too far ahead of {next_seq}, the next one that can be carried out"
         raise RequestError("seq_id", reason, "send the ones before it first", status=429)
+
+
+def admit(quota: Quota, waiting: QueueUsage, held: Collection[int], seq: int, n_bytes: int) -> None:
+    """Whether a request with a new ``seq`` may wait. Raises RequestError.
+
+    What fills a gap before a request that is held is taken above the number of requests: else the queue could never
+    become shorter. A request without data is taken above the number of bytes: only a step makes these fewer.
+    """
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
         raise RequestError("requests", reason, "wait until some are answered", status=429)

@@ -267,8 +267,6 @@ CREATE TABLE requests (
     fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL,
     answer BLOB, answered_s REAL, fetched_s REAL
 );
-CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL;
-CREATE INDEX requests_open ON requests (owner, seq) WHERE answer IS NULL;
 CREATE INDEX requests_answered ON requests (answered_s) WHERE answer IS NOT NULL;
 CREATE TABLE client_operations (
     adapter TEXT NOT NULL, number INTEGER NOT NULL, request TEXT NOT NULL, what BLOB, kind TEXT NOT NULL,
@@ -280,3 +278,10 @@ CREATE INDEX models_of_session ON models (session) WHERE removed = 0;
 CREATE INDEX samples_of_sampler ON samples (sampler)
 """
 """What the tables of the dataclasses above (`queue_store.Table`) lack: other tables, and indices."""
+INDICES = """
+DROP INDEX IF EXISTS requests_kept;
+DROP INDEX IF EXISTS requests_open;
+CREATE INDEX IF NOT EXISTS requests_usage ON requests (tenant, answered_s, n_bytes) WHERE action IS NOT NULL;
+CREATE INDEX IF NOT EXISTS requests_held ON requests (owner, seq, at_s) WHERE answer IS NULL
+"""
+"""Also of older files. They have all columns of a query: one that stands behind a BLOB of megabytes costs its pages."""

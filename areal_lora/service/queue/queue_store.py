@@ -256,8 +256,11 @@ class Store:
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
             make_tables(self._db, run)
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
+        if is_ours := found == (queue_rows.SCHEMA_VERSION, run):
+            for statement in queue_rows.INDICES.split(";\n"):
+                self._db.execute(statement)
         self._db.execute("COMMIT")
-        if found != (queue_rows.SCHEMA_VERSION, run):
+        if not is_ours:
             wanted = f"{run!r} in schema {queue_rows.SCHEMA_VERSION}"
             reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {wanted}"
             older = "end the run with the version of areal_lora that made the file, or start over with --fresh"

@@ -212,14 +212,14 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
     """Take a request, or find it taken. Raises RequestError for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
-    that those behind it do not wait. A load that fails spoils the window that it starts: its passes were meant for
-    other weights.
+    that those behind it do not wait. A load that fails spoils the window that it starts, meant for other weights.
     """
     model, request = tx.model(tenant, model_id), f"{model_id}:{seq}"
     if known(tx, request, mark):
         return request
     if model.broken:
         raise RequestError("model_id", model.broken, "make another model")
+    ordering.check_seq(tx.quota(tenant), model.next_seq, seq)
     try:
         _check(tx, model, action)
     except RequestError as refused:
@@ -234,7 +234,7 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, mark: str, act
         wrong = ordering.too_long(tx.quota(tenant), others, n_bytes)
         if wrong and not others.queued and not _behind(tx, tenant):
             data, n_bytes = requests.encode(requests.Train(what=protocol.Poison(reason=wrong, by_client=True))), 0
-    ordering.admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
+    ordering.admit(tx.quota(tenant), others, held, seq, n_bytes)
     insert(tx, tenant, request, model_id, seq, mark, data)
     promote(tx, model)
     return request
@@ -268,7 +268,7 @@ def look(tx: Transaction, tenant: str, request: str) -> tuple[requests.Answer | 
 
 
 def waiting(tx: Transaction, tenant: str) -> ordering.QueueUsage:
-    counts = "COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes)"
+    counts = "COUNT(*) FILTER (WHERE answered_s IS NULL), TOTAL(n_bytes)"
     [(queued, n_bytes)] = tx.rows(f"SELECT {counts} FROM requests WHERE tenant = ? AND action IS NOT NULL", tenant)
     return ordering.QueueUsage(queued=queued, n_bytes=int(n_bytes))
 

@@ -13,6 +13,7 @@ from areal_lora.service.queue.ordering import (
     OpKind,
     QueueUsage,
     admit,
+    check_seq,
     kind_of,
     ready,
     sealed,
@@ -27,7 +28,8 @@ MIB = 1 << 20
 
 def status(waiting: QueueUsage, next_seq: int, held: set[int], seq: int, n_bytes: int = 0) -> int:
     try:
-        admit(QUOTA, waiting, next_seq, held, seq, n_bytes)
+        check_seq(QUOTA, next_seq, seq)
+        admit(QUOTA, waiting, held, seq, n_bytes)
     except RequestError as refused:
         return refused.status
     return 0

@@ -16,9 +16,10 @@ import pytest
 from areal_lora.errors import ConfigError, RecordError, RequestError, Unavailable
 from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, answered, carried_out, changed, create, operate
-from areal_lora.service.queue.queue_rows import AdapterRow, Key, Quota, Tables, Verb, digest_of
+from areal_lora.service.queue.queue_rows import AdapterRow, Key, Model, Quota, Tables, Verb, digest_of
 from areal_lora.service.queue.queue_store import (
     ADAPTERS,
+    MODELS,
     Store,
     Transaction,
     drop_key,
@@ -26,7 +27,9 @@ from areal_lora.service.queue.queue_store import (
     put_tenant,
     read_tables,
 )
+from areal_lora.service.queue.sequencer import insert, promote, waiting
 from areal_lora.types import AdapterPhase
+from tests.support.service.ledger import LORA
 
 T = TypeVar("T")
 QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
@@ -190,6 +193,39 @@ def test_a_full_disk_passes(store: Store) -> None:
     store._db.execute("PRAGMA max_page_count = 1073741823")
     change(store, lambda tx: put_key(tx, big))
     assert list(store.tables.keys) == [big.digest]
+
+
+def n_read(store: Store, work: Callable[[Transaction], object]) -> int:
+    """Bytes that ``work`` reads from the file. Steps of SQLite's machine count no pages."""
+
+    def rchar() -> int:
+        return int(Path("/proc/thread-self/io").read_text().split()[1])
+
+    store._db.execute("PRAGMA cache_size = 0")
+    before = rchar()
+    change(store, work)
+    return rchar() - before
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_request_reads_no_data_of_those_that_wait(tmp_path: Path, is_older: bool) -> None:
+    """32 MB of passes. A file may have the indices of an earlier commit."""
+    store = opened(tmp_path)
+    model = Model.of(new(store.tables), model="m", session="s", lora=LORA)
+    change(store, lambda tx: MODELS.insert(tx.db, model))
+    for seq in range(2, 10):
+        change(store, lambda tx, seq=seq: insert(tx, "acme", f"m:{seq}", "m", seq, "f", bytes(4_000_000)))
+    if is_older:
+        for index in ("requests_usage", "requests_held"):
+            store._db.execute(f"DROP INDEX {index}")
+        store._db.execute("CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL")
+        store._db.execute("CREATE INDEX requests_open ON requests (owner, seq) WHERE answer IS NULL")
+        store.close()
+        store = opened(tmp_path)
+    assert change(store, lambda tx: waiting(tx, "acme")) == (8, 32_000_000)
+    assert n_read(store, lambda tx: tx.rows("SELECT at_s FROM requests")) > 32_000_000
+    assert n_read(store, lambda tx: waiting(tx, "acme")) < 1_000_000
+    assert n_read(store, lambda tx: promote(tx, model)) < 1_000_000, "the first one has not come"
 
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:

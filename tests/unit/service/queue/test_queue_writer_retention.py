@@ -406,6 +406,17 @@ def test_a_model_is_made_once_also_when_its_request_is_forgotten() -> None:
     assert not it.ledger.tables.of("acme")
 
 
+@pytest.mark.parametrize(("seq", "status"), [(0, 422), (10**5, 429)])
+def test_a_number_that_cannot_be_is_refused_before_the_queue_is_read(
+    seq: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = World()
+    monkeypatch.delattr(sequencer, "waiting")
+    with pytest.raises(RequestError) as refused:
+        it.ledger.change(lambda tx: submit(tx, "acme", it.model, seq, "f", STEP))
+    assert refused.value.status == status
+
+
 def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
     it = World()
     large = Train(what=Pass(data=(Datum(tokens=b"x" * (QUOTA.queued_mib << 20), weights=b""),), loss=Loss.DRO))
