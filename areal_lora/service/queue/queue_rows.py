@@ -267,7 +267,6 @@ CREATE TABLE requests (
     fingerprint TEXT NOT NULL, action BLOB, n_bytes INTEGER NOT NULL, at_s REAL NOT NULL,
     answer BLOB, answered_s REAL, fetched_s REAL
 );
-CREATE INDEX requests_answered ON requests (answered_s) WHERE answer IS NOT NULL;
 CREATE TABLE client_operations (
     adapter TEXT NOT NULL, number INTEGER NOT NULL, request TEXT NOT NULL, what BLOB, kind TEXT NOT NULL,
     failed INTEGER, outcome BLOB, PRIMARY KEY (adapter, number)
@@ -281,7 +280,9 @@ CREATE INDEX samples_of_sampler ON samples (sampler)
 INDICES = """
 DROP INDEX IF EXISTS requests_kept;
 DROP INDEX IF EXISTS requests_open;
+DROP INDEX IF EXISTS requests_answered;
 CREATE INDEX IF NOT EXISTS requests_usage ON requests (tenant, answered_s, n_bytes) WHERE action IS NOT NULL;
-CREATE INDEX IF NOT EXISTS requests_held ON requests (owner, seq, at_s) WHERE answer IS NULL
+CREATE INDEX IF NOT EXISTS requests_held ON requests (owner, seq, at_s) WHERE answer IS NULL;
+CREATE INDEX IF NOT EXISTS requests_fetched ON requests (answered_s, fetched_s) WHERE answer IS NOT NULL
 """
 """Also of older files. They have all columns of a query: one that stands behind a BLOB of megabytes costs its pages."""

@@ -27,6 +27,7 @@ from areal_lora.service.queue.queue_store import (
     put_tenant,
     read_tables,
 )
+from areal_lora.service.queue.queue_writer import forget
 from areal_lora.service.queue.sequencer import insert, promote, waiting
 from areal_lora.types import AdapterPhase
 from tests.support.service.ledger import LORA
@@ -216,9 +217,10 @@ def test_a_request_reads_no_data_of_those_that_wait(tmp_path: Path, is_older: bo
     for seq in range(2, 10):
         change(store, lambda tx, seq=seq: insert(tx, "acme", f"m:{seq}", "m", seq, "f", bytes(4_000_000)))
     if is_older:
-        for index in ("requests_usage", "requests_held"):
+        for index in ("requests_usage", "requests_held", "requests_fetched"):
             store._db.execute(f"DROP INDEX {index}")
         store._db.execute("CREATE INDEX requests_kept ON requests (tenant) WHERE action IS NOT NULL")
+        store._db.execute("CREATE INDEX requests_answered ON requests (answered_s) WHERE answer IS NOT NULL")
         store._db.execute("CREATE INDEX requests_open ON requests (owner, seq) WHERE answer IS NULL")
         store.close()
         store = opened(tmp_path)
@@ -226,6 +228,16 @@ def test_a_request_reads_no_data_of_those_that_wait(tmp_path: Path, is_older: bo
     assert n_read(store, lambda tx: tx.rows("SELECT at_s FROM requests")) > 32_000_000
     assert n_read(store, lambda tx: waiting(tx, "acme")) < 1_000_000
     assert n_read(store, lambda tx: promote(tx, model)) < 1_000_000, "the first one has not come"
+
+
+def test_a_round_reads_no_answers(store: Store) -> None:
+    """32 MB of answers that were fetched."""
+    for seq in range(8):
+        change(store, lambda tx, seq=seq: insert(tx, "acme", f"m:{seq}", "m", seq, "f", b""))
+    answer = "action = NULL, answer = ZEROBLOB(4000000), answered_s = 1.5, fetched_s = 1.5"
+    change(store, lambda tx: tx.do(f"UPDATE requests SET {answer}"))
+    assert n_read(store, lambda tx: forget(tx, set())) < 1_000_000
+    assert change(store, lambda tx: tx.count("requests")) == 8
 
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
