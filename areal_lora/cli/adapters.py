@@ -135,7 +135,10 @@ def keys(
         list[str] | None, typer.Option(metavar="KEY=N", help="another limit of the tenant, such as rank=64")
     ] = None,
 ) -> None:
-    """Make, replace or end a key, with the operator's key. Without TENANT all tenants are listed."""
+    """Make, replace or end a key, with the operator's key. Without TENANT all tenants are listed.
+
+    With --quota the keys of a tenant stay as they are; one that has none gets one.
+    """
     client = ServiceClient(run)
     if not tenant:
         for found in client.get("/v1/tenants")["tenants"]:
@@ -146,7 +149,10 @@ def keys(
         client.delete(f"{path}/{urllib.parse.quote(label, safe='')}")
         print(f"{tenant}: key {label} has ended")
         return
-    client.post("/v1/tenants", {"tenant": tenant, "quota": dict(_limit(text) for text in quota or [])})
+    made = client.post("/v1/tenants", {"tenant": tenant, "quota": dict(_limit(text) for text in quota or [])})
+    if quota and made["keys"]:
+        print(f"{tenant}: quota {json.dumps(made['quota'])}")
+        return
     print(client.post(path, {"label": label})["key"])
 
 

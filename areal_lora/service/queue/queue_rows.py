@@ -61,9 +61,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     problems: Limit = 100_000
     workers: Limit = 4
     queued: Limit = 256
-    queued_mib: Limit = 256
+    queued_mib: Limit = 2048
     pass_kib: Limit = 8192
-    saved: Limit = 64
+    saved: Limit = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

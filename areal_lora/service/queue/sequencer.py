@@ -1,6 +1,4 @@
-"""Operations of models: numbered without gaps, sent to the trainer; from the outcomes of a request's operations to its
-answer, with what it leaves: saved states, sampling sessions.
-"""
+"""Operations of models: their numbers, without gaps, and from outcomes the answer, saved states, sampling sessions."""
 
 from collections.abc import Callable
 from typing import cast
@@ -297,12 +295,13 @@ def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite:
     if not STATE_NAME.fullmatch(name):
         fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
         raise RequestError("path", f"{name[:64]!r} is no name", fix)
-    states = tx.states("tenant = ?", model.tenant)
-    taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
+    taken = tx.count("saved_states WHERE model = ? AND kind = ? AND name = ?", model.model, kind, name)
     if taken and not overwrite:
         raise RequestError("path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
-    if not taken and sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
-        raise RequestError("path", f"the quota is {limit} saved states", "delete some first")
+    named = tx.count("saved_states WHERE tenant = ? AND named = 1", model.tenant)
+    if not taken and named >= (limit := tx.quota(model.tenant).saved):
+        fix = f"delete some, or raise it: areal-lora adapters keys RUN {model.tenant} --quota saved={2 * limit}"
+        raise RequestError("path", f"the quota is {limit} saved states", fix)
 
 
 def check_ttl(ttl_s: float | None) -> None:

@@ -108,6 +108,8 @@ PATIENCE_S = 900.0
 """A sample waits this long for a server that holds what it samples; servers restart in that time."""
 KEPT = 4
 """Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
+KEPT_MIB = 256
+"""Of a tenant in memory, requests and answers, whatever its quota of data in the file."""
 GRACE_S, UNFETCHED_S = 60.0, 900.0
 """An answer is kept so long after it was fetched, for a client that repeats the fetch, and so long without one."""
 
@@ -229,14 +231,14 @@ class Sampling:
         mine = {name: sample for name, sample in self._samples.items() if sample.tenant == caller.tenant}
         in_progress = sum(sample.found is None for sample in mine.values())
         total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
-        most_bytes, most = caller.quota.queued_mib << 20, KEPT * caller.quota.queued
+        most_mib, most = min(caller.quota.queued_mib, KEPT_MIB), KEPT * caller.quota.queued
         for name in [name for name, sample in mine.items() if sample.fetched]:
-            if total <= most_bytes and count < most:
+            if total <= most_mib << 20 and count < most:
                 break
             total, count = total - mine[name].n_bytes, count - 1
             self._forget(name, mine[name])
-        if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
-            reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
+        if in_progress >= caller.quota.queued or total > most_mib << 20 or count >= most:
+            reason = f"{caller.quota.queued} samples, or {most_mib} MiB of them, are the quota"
             raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
     def _keep(self, name: str, sample: _Sample, for_s: float) -> None:

@@ -13,7 +13,17 @@ from areal_lora.service.queue.queue_store import Transaction, make_tables
 from areal_lora.service.queue.requests import CreateModel, Lora
 
 QUOTA = Quota(
-    adapters=4, rank=8, weight=1.0, operations=9, body_kib=1, sequences=64, problems=9, workers=1, queued=8, saved=3
+    adapters=4,
+    rank=8,
+    weight=1.0,
+    operations=9,
+    body_kib=1,
+    sequences=64,
+    problems=9,
+    workers=1,
+    queued=8,
+    saved=3,
+    queued_mib=16,
 )
 LORA = Lora(rank=4, alpha=32.0, target_modules=("linear_qkv",))
 T = TypeVar("T")

@@ -81,14 +81,17 @@ def test_an_adapter_from_the_command_line(
     assert ask(capsys, "download", where, "sums", str(tmp_path / "a file.tar"), "--version", "2").endswith(" bytes\n")
     with tarfile.open(tmp_path / "a file.tar") as tar:
         assert len(tar.getnames()) == 2
-    key = ask(capsys, "keys", where, "acme", "--quota", "adapters=1").strip()
+    key = ask(capsys, "keys", where, "acme").strip()
+    assert '"adapters": 1' in ask(capsys, "keys", where, "acme", "--quota", "adapters=1")
+    assert '"saved": 2048' in ask(capsys, "keys", where, "local", "--quota", "saved=2048")
     assert "local: keys operator" in ask(capsys, "keys", where).splitlines()
     monkeypatch.setenv("AREAL_LORA_KEY", key)
-    assert ask(capsys, "list", where) == "no adapters\n", "another tenant sees its own"
+    assert ask(capsys, "list", where) == "no adapters\n", "another tenant sees its own, with the key that it had"
     assert "the quota is 1 adapters" in (
         ask(capsys, "create", where, FILE) and ask(capsys, "create", where, FILE, "--name", "two", code=64)
     )
     monkeypatch.delenv("AREAL_LORA_KEY")
+    assert ask(capsys, "keys", where, "third", "--quota", "rank=4").startswith("tml-")
     assert ask(capsys, "keys", where, "acme", "--remove") == "acme: key default has ended\n"
     monkeypatch.setenv("AREAL_LORA_KEY", key)
     assert "not valid" in ask(capsys, "list", where, code=64)

@@ -532,6 +532,24 @@ def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_the_default_quota_takes_a_run_of_the_cookbook(tmp_path: Path) -> None:
+    """2,000 steps; its trainers save a state and one for samplers every 20, each for seven days."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run", quota=Quota()) as it:
+            model = await it.model()
+            saves = [
+                Save(name=f"{step:06d}", ttl_s=604_800.0, for_sampler=for_sampler)
+                for step in range(20, 2001, 20)
+                for for_sampler in (False, True)
+            ]
+            waits = [await it.queue.submit("acme", model, seq, "f", save) for seq, save in enumerate(saves, 1)]
+            answers = [await it.answer("acme", each) for each in waits]
+            assert [each for each in answers if not isinstance(each, ActionResult)] == []
+
+    asyncio.run(run())
+
+
 def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp_path: Path) -> None:
     """It takes its place: nothing behind it waits for a number that never comes."""
 

@@ -307,7 +307,8 @@ def test_saved_states_have_a_quota() -> None:
     above = it.submit(Save(name="another"))
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", above))
     assert isinstance(answer, OperationFailure)
-    assert "saved states" in answer.reason
+    assert "the quota is 3 saved states" in answer.reason
+    assert "areal-lora adapters keys RUN acme --quota saved=6" in answer.reason
     in_its_place = it.submit(Save(name="state0", overwrite=True))
     it.done(KEPT)
     answer, _ = it.ledger.change(lambda tx: look(tx, "acme", in_its_place))

@@ -125,8 +125,12 @@ def test_an_answer_that_no_client_fetches_leaves(
     play(tmp_path, scene)
 
 
-def test_answers_count_as_bytes_of_the_tenant(tmp_path: Path, kept: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kept_mib", "queued_mib"), [(256, 1), (1, 256)])
+def test_answers_count_as_bytes_of_the_tenant(
+    kept_mib: int, queued_mib: int, tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """131 kB each, of requests of 200 bytes; fetched ones make room, others are refused."""
+    monkeypatch.setattr(sample_tasks, "KEPT_MIB", kept_mib)
 
     async def scene(it: Scene) -> None:
         for _ in range(20):
@@ -141,7 +145,7 @@ def test_answers_count_as_bytes_of_the_tenant(tmp_path: Path, kept: dict[str, An
         assert refused.headers["Retry-After"] == "1"
         assert sum(len(sample.found) for sample in kept.values()) <= 1.2 * (1 << 20)
 
-    play(tmp_path, scene, queued_mib=1)
+    play(tmp_path, scene, queued_mib=queued_mib)
 
 
 def test_tokens_in_progress_are_a_quota(tmp_path: Path) -> None:
