@@ -7,6 +7,7 @@ What comes of samples is in memory: a service that starts samples again what no 
 
 import asyncio
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,7 +136,7 @@ class _Sample:
 class Sampling:
     def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
         self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
-        self._samples: dict[str, _Sample] = {}
+        self._samples: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)  # by tenant
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -153,11 +154,11 @@ class Sampling:
                 tokens = 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
             self._meter.start(each.tenant, tokens)
-            self._samples[each.sample] = sample
+            self._samples[each.tenant][each.sample] = sample
             sample.task = asyncio.create_task(self._answer(sample, each.sample, each.body))
 
     async def close(self) -> None:
-        tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
+        tasks = [each.task for mine in self._samples.values() for each in mine.values() if each.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -183,11 +184,12 @@ class Sampling:
         session = parsed.sampling_session_id
         sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
         name = f"{sampler}:{parsed.seq_id}"
-        if (sample := self._samples.get(name)) is None:
+        if (sample := self._samples[caller.tenant].get(name)) is None:
             tokens = self._tokens(parsed)
             self._make_room(caller, len(body))
             self._meter.start(caller.tenant, tokens, caller.quota)
-            sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
+            sample = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
+            self._samples[caller.tenant][name] = sample
         if sample.mark != mark:
             raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
@@ -197,15 +199,14 @@ class Sampling:
                     sample.task = asyncio.create_task(self._answer(sample, name, body))
             finally:
                 if sample.task is None:
-                    self._samples.pop(name, None)
+                    self._samples[caller.tenant].pop(name, None)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
     async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Answered | None:
         """The answer of a sample; None for the id of something else. Raises RequestError."""
-        sample = self._samples.get(name)
-        if sample is None or sample.tenant != caller.tenant:
+        if (sample := self._samples[caller.tenant].get(name)) is None:
             if ":sample:" in name:
                 raise RequestError("request_id", "this sample is no longer kept", "sample again", status=410)
             return None
@@ -228,7 +229,7 @@ class Sampling:
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
-        mine = {name: sample for name, sample in self._samples.items() if sample.tenant == caller.tenant}
+        mine = self._samples[caller.tenant]
         in_progress = sum(sample.found is None for sample in mine.values())
         total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
         most_mib, most = min(caller.quota.queued_mib, KEPT_MIB), KEPT * caller.quota.queued
@@ -249,8 +250,8 @@ class Sampling:
     def _forget(self, name: str, sample: _Sample) -> None:
         if sample.leaves is not None:
             sample.leaves.cancel()
-        if self._samples.get(name) is sample:
-            del self._samples[name]
+        if (mine := self._samples[sample.tenant]).get(name) is sample:
+            del mine[name]
             self._queue.dropped_samples.add(name)
 
     async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:

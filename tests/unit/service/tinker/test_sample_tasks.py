@@ -27,7 +27,7 @@ class Scene:
     """A session of the base with a server that answers, or keeps, every sample."""
 
     def __init__(self, it: Running) -> None:
-        self.it, self.n = it, 0
+        self.it, self.n, self.tenant = it, 0, "acme"
         self.answers = asyncio.Event()
         self.answers.set()
         self.status = 200
@@ -40,7 +40,7 @@ class Scene:
         return web.json_response({"model": "base", "choices": choices}, status=self.status)
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return await self.it.call("acme", "POST", f"/api/v1/{path}", json=body)
+        return await self.it.call(self.tenant, "POST", f"/api/v1/{path}", json=body)
 
     async def begin(self) -> None:
         session = (await self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"})).json()
@@ -84,13 +84,13 @@ def play(tmp_path: Path, scene: Callable[[Scene], Awaitable[None]], **quota: int
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The samples that the service has."""
+    """The samples of ``acme`` that the service has."""
     found: dict[str, Any] = {}
     plain = Sampling.__init__
 
     def init(self: Sampling, *parts: Any) -> None:
         plain(self, *parts)
-        self._samples = found
+        self._samples["acme"] = found
 
     monkeypatch.setattr(Sampling, "__init__", init)
     return found
@@ -146,6 +146,28 @@ def test_answers_count_as_bytes_of_the_tenant(
         assert sum(len(sample.found) for sample in kept.values()) <= 1.2 * (1 << 20)
 
     play(tmp_path, scene, queued_mib=queued_mib)
+
+
+def test_a_sample_costs_nothing_for_those_of_other_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = list[str]()
+
+    class Watched(sample_tasks._Sample):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.append(object.__getattribute__(self, "tenant"))
+            return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(sample_tasks, "_Sample", Watched)
+
+    async def scene(it: Scene) -> None:
+        for _ in range(8):
+            assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
+        it.tenant = "bolt"
+        await it.begin()
+        looked_at.clear()
+        assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
+        assert set(looked_at) == {"bolt"}
+
+    play(tmp_path, scene)
 
 
 def test_tokens_in_progress_are_a_quota(tmp_path: Path) -> None:
