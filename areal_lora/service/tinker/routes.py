@@ -213,7 +213,7 @@ async def _config(request: Request, caller: http.Caller) -> http.Answered:
 async def _constant(
     answer: dict[str, Any], request: Request, caller: http.Caller, *, long: bool = False
 ) -> http.Answered:
-    await http.body_of(request, caller, long=long)
+    await http.body_of(request, caller, long=long, kept=False)
     return answer
 
 
@@ -284,5 +284,5 @@ _CALLS = (
 
 
 async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:
-    await http.body_of(request, caller, long=True)
+    await http.body_of(request, caller, long=True, kept=False)
     raise RequestError(name, reason, fix)
