@@ -169,6 +169,7 @@ Top = Annotated[int, msgspec.Meta(ge=0, le=20)]  # that of our servers
 SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
 EMPTY_TOP = -99999.0
 EMPTY = frozenset({b"null", b"false", b"0", b"0.0", b'""', b"[]", b"{}"})  # a field that is not used
+MAX_FIELDS = 64  # of one sample, those that are not used included
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -228,6 +229,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 def read_sample(body: bytes) -> SampleRequest:
     """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
     given = decoded(body, dict[str, msgspec.Raw])  # what is not read makes no objects, which would block the service
+    if len(given) > MAX_FIELDS:
+        raise RequestError("sample", f"it has {len(given)} fields", f"send {MAX_FIELDS} at most")
     unknown = sorted(
         key for key in given.keys() - set(SampleRequest.__struct_fields__) if bytes(given[key]) not in EMPTY
     )

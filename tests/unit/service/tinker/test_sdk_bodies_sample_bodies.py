@@ -84,6 +84,7 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params"),
         ({"seq_id": "a"}, "seq_id"),
         ({"seq_id": 1 << 80}, "body"),
+        ({f"unused{k}": 0 for k in range(61)}, "sample"),
         ({"sampling_session_id": "\ud800"}, "body"),
         ({"prompt": {"chunks": [{"tokens": [1 << 31]}]}}, "prompt.chunks[0].tokens[0]"),
         ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "prompt.chunks[0].tokens[0]"),
@@ -96,6 +97,7 @@ def test_what_is_not_served_is_refused_by_its_name(changes: dict[str, Any], path
 
 
 def test_fields_that_ask_for_nothing_are_no_reason_to_refuse() -> None:
+    read_sample(asked(**{f"unused{k}": 0 for k in range(60)}))
     read_sample(asked(topk_prompt_logprobs=0, prompt_alt_tokens_k=0, record_stability_info=False, base_model=None))
 
 
