@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -30,12 +31,33 @@ SDK_FIX = "use an SDK version that the service page names"
 T = TypeVar("T")
 
 
+class Bodies:
+    """Bytes of bodies in progress of every tenant: from the start of their arrival until their request is answered."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def start(self, tenant: str, n_bytes: int, quota: Quota) -> None:
+        """Count until `end`. Raises RequestError (429) above ``quota.queued_mib``, but for the only one."""
+        if self._bytes[tenant] and self._bytes[tenant] + n_bytes > quota.queued_mib << 20:
+            reason = f"{quota.queued_mib} MiB of bodies in progress are the quota"
+            raise RequestError("body", reason, "wait for requests in progress", status=429, retry_s=1)
+        self._bytes[tenant] += n_bytes
+
+    def end(self, tenant: str, n_bytes: int) -> None:
+        self._bytes[tenant] -= n_bytes
+        if not self._bytes[tenant]:
+            del self._bytes[tenant]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The owner of a key, and its limits."""
+    """The owner of a key, its limits, and what its request holds until it is answered."""
 
     key: Key
     quota: Quota
+    bodies: Bodies
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def tenant(self) -> str:
@@ -52,12 +74,14 @@ Guard = Callable[[str, str, Handler], Route]
 
 def guard(tables: Callable[[], Tables], count: Callable[[str, Quota], None]) -> Guard:
     """Routes that find the caller and ``count`` its request, which may refuse it."""
+    bodies = Bodies()
 
     def guarded(method: str, path: str, handler: Handler) -> Route:
         async def handle(request: Request) -> Answered:
-            caller = caller_of(request, tables())
+            caller = caller_of(request, tables(), bodies)
             count(caller.tenant, caller.quota)
-            return await handler(request, caller)
+            with caller.held:
+                return await handler(request, caller)
 
         return unguarded(method, path, handle)
 
@@ -90,7 +114,7 @@ def refusal(refused: RequestError) -> Response:
     return Response(body, refused.status, headers, media_type="application/json")
 
 
-def caller_of(request: Request, tables: Tables) -> Caller:
+def caller_of(request: Request, tables: Tables, bodies: Bodies) -> Caller:
     """Raises RequestError (401) for a key that is none. The tinker SDK sends its key as ``X-API-Key``."""
     kind, _, bearer = request.headers.get("authorization", "").partition(" ")
     text = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -100,14 +124,14 @@ def caller_of(request: Request, tables: Tables) -> Caller:
         raise RequestError("Authorization", "the key is missing, or not valid", fix, status=401)
     if len(request.url.query) > MAX_QUERY_LENGTH:
         raise RequestError("query", f"it is longer than {MAX_QUERY_LENGTH} characters", "shorten it", status=413)
-    return Caller(key=key, quota=tables.quotas[key.tenant])
+    return Caller(key=key, quota=tables.quotas[key.tenant], bodies=bodies)
 
 
-async def body_of(request: Request, caller: Caller, *, long: bool = False) -> bytes:
-    """The whole body; with ``long`` as long as one pass may be.
+async def body_of(request: Request, caller: Caller, *, long: bool = False, kept: bool = True) -> bytes:
+    """The whole body, or b"" unless it is ``kept``; with ``long`` as long as one pass may be.
 
-    Raises RequestError: 413 as soon as it is too long, 408 if it does not come. ``client/config`` disables compression:
-    the service is on this machine.
+    Raises RequestError: 413 as soon as it is too long, 408 if it does not come, 429 if too many arrive at once.
+    ``client/config`` disables compression: the service is on this machine.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("Content-Encoding", "compressed bodies are not read", "send it as it is")
@@ -116,11 +140,14 @@ async def body_of(request: Request, caller: Caller, *, long: bool = False) -> by
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 15 or int(announced) > limit:
         raise too_long
+    if kept and (n_bytes := limit if "transfer-encoding" in request.headers else int(announced)):
+        caller.bodies.start(caller.tenant, n_bytes, caller.quota)
+        caller.held.callback(caller.bodies.end, caller.tenant, n_bytes)
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                parts.append(part)
+                parts += [part] * kept
                 size += len(part)
                 if size > limit:
                     raise too_long

@@ -84,6 +84,7 @@ ForwardBackwardOutput: Any = _made["ForwardBackwardOutput"]
 SampleResponse: Any = _made["SampleResponse"]
 
 
+MAX_DATA = 1024  # of one pass: clients send more as several
 MAX_ELEMENTS = 1 << 24  # of one tensor when it is dense: a sparse one may claim any shape
 _ELEMENTS = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 Array = npt.NDArray[Any]
@@ -195,6 +196,8 @@ def _pass(message: Any) -> Pass:
         raise RequestError("loss_fn", reason, f"use one of {', '.join(Loss)}, or a custom loss at the client")
     if not message.data:
         raise RequestError("data", "there are no data", "send at least one datum")
+    if len(message.data) > MAX_DATA:
+        raise RequestError("data", f"there are {len(message.data)}; one pass has {MAX_DATA} at most", "send several")
     loss = Loss(name)
     return Pass(
         data=tuple(_datum(datum, f"data[{i}]", loss) for i, datum in enumerate(message.data)),
@@ -205,13 +208,14 @@ def _pass(message: Any) -> Pass:
 
 
 def _datum(message: Any, path: str, loss: Loss) -> Datum:
-    parts = []
-    for i, chunk in enumerate(message.model_input):
-        where = f"{path}.model_input[{i}]"
-        if not chunk.HasField("encoded_text"):
-            raise RequestError(where, "images and sounds are not supported", "send text as tokens")
-        parts.append(whole(_elements(chunk.encoded_text.tokens, INT32, where), where))
-    inputs = np.concatenate(parts) if parts else np.zeros(0, "<i4")
+    texts = [chunk.encoded_text.tokens for chunk in message.model_input if chunk.HasField("encoded_text")]
+    if len(texts) < len(message.model_input):
+        first = next(i for i, chunk in enumerate(message.model_input) if not chunk.HasField("encoded_text"))
+        where = f"{path}.model_input[{first}]"
+        raise RequestError(where, "images and sounds are not supported", "send text as tokens")
+    where = f"{path}.model_input"
+    _elements(next((text for text in texts if len(text) % 4), b""), INT32, where)  # the sum of lengths may hide it
+    inputs = whole(_elements(b"".join(texts), INT32, where), where)
     n = len(inputs)
     if not n:
         raise RequestError(f"{path}.model_input", "it has no tokens", "send at least one token")

@@ -29,14 +29,14 @@ from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.tinker import sdk_bodies
 from areal_lora.service.tinker.checkpoints import BETWEEN, KEYS, STATE, Archives, Checkpoints, Exports, keys_of
-from areal_lora.service.tinker.passes import read_pass
+from areal_lora.service.tinker.passes import MAX_DATA, read_pass
 from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampling, check_optimizer
 
 WAIT_S = 20.0  # the SDK waits 45 s for an answer, and repeats the request after ``try_again``
 FLAGS: dict[str, Any] = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
-    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_len": MAX_DATA,
     "fwdbwd_max_chunk_bytes_count": 4_000_000,
     "proto_write_fwdbwd": True,
     "fwd_via_fwdbwd": True,
@@ -213,7 +213,7 @@ async def _config(request: Request, caller: http.Caller) -> http.Answered:
 async def _constant(
     answer: dict[str, Any], request: Request, caller: http.Caller, *, long: bool = False
 ) -> http.Answered:
-    await http.body_of(request, caller, long=long)
+    await http.body_of(request, caller, long=long, kept=False)
     return answer
 
 
@@ -284,5 +284,5 @@ _CALLS = (
 
 
 async def _refuse(name: str, reason: str, fix: str, request: Request, caller: http.Caller) -> http.Answered:
-    await http.body_of(request, caller, long=True)
+    await http.body_of(request, caller, long=True, kept=False)
     raise RequestError(name, reason, fix)

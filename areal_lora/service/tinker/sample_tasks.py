@@ -22,7 +22,7 @@ from areal_lora.families.family import ATTENTION_LINEARS
 from areal_lora.operations.protocol import OperationFailure
 from areal_lora.processes.log import get_logger
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens
-from areal_lora.service.http import Answered, Caller, Guard, JsonObject, body_of, decoded, fingerprint, sdk_decoded
+from areal_lora.service.http import Answered, Caller, Guard, body_of, fingerprint, sdk_decoded
 from areal_lora.service.queue.client_sessions import kept_samples, open_sampler
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.requests import Lora, Pending
@@ -148,14 +148,16 @@ class Sampling:
     async def start(self) -> None:
         """Sample again what an earlier process has acknowledged."""
         for each in await self._queue.change(kept_samples):
+            wanted: sdk_bodies.SampleRequest | RequestError
             try:
-                tokens = self._tokens(sdk_bodies.read_sample(decoded(each.body, JsonObject)))
-            except RequestError:  # an earlier release took it; it fails in its turn
-                tokens = 0
+                wanted = sdk_bodies.read_sample(each.body)
+                tokens = self._tokens(wanted)
+            except RequestError as refused:  # an earlier release took it; it fails in its turn
+                wanted, tokens = refused, 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
             self._meter.start(each.tenant, tokens)
             self._samples[each.tenant][each.sample] = sample
-            sample.task = asyncio.create_task(self._answer(sample, each.sample, each.body))
+            sample.task = asyncio.create_task(self._answer(sample, each.sample, wanted))
 
     async def close(self) -> None:
         tasks = [each.task for mine in self._samples.values() for each in mine.values() if each.task is not None]
@@ -180,7 +182,7 @@ class Sampling:
     async def sample(self, request: Request, caller: Caller) -> Answered:
         """The same request again has the id of the first one."""
         body = await body_of(request, caller, long=True)
-        parsed, mark = sdk_bodies.read_sample(decoded(body, JsonObject)), fingerprint("sample", body)
+        parsed, mark = sdk_bodies.read_sample(body), fingerprint("sample", body)
         session = parsed.sampling_session_id
         sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
         name = f"{sampler}:{parsed.seq_id}"
@@ -196,7 +198,7 @@ class Sampling:
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
                 if sample.task is None:  # the same request may have come twice meanwhile
-                    sample.task = asyncio.create_task(self._answer(sample, name, body))
+                    sample.task = asyncio.create_task(self._answer(sample, name, parsed))
             finally:
                 if sample.task is None:
                     self._samples[caller.tenant].pop(name, None)
@@ -225,7 +227,9 @@ class Sampling:
                 return sdk_bodies.retrieved(sample.waits or Pending(reason="it is being sampled"), name)
 
     def _tokens(self, parsed: sdk_bodies.SampleRequest) -> int:
-        return n_tokens(sdk_bodies.completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
+        body = sdk_bodies.completion(parsed, BASE, self._base.context, pinned=False)
+        as_text = {"prompt": "-" * parsed.n_prompt}  # which counts the same, and whose elements are not checked again
+        return n_tokens(body | as_text, self._base.context)
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
@@ -254,9 +258,11 @@ class Sampling:
             del mine[name]
             self._queue.dropped_samples.add(name)
 
-    async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
+    async def _answer(self, sample: _Sample, name: str, wanted: sdk_bodies.SampleRequest | RequestError) -> None:
         try:
-            sample.found = await self._sampled(sample, sdk_bodies.read_sample(decoded(body, JsonObject)))
+            if isinstance(wanted, RequestError):
+                raise wanted
+            sample.found = await self._sampled(sample, wanted)
         except RequestError as refused:
             sample.found = OperationFailure(reason=str(refused), by_client=refused.status < 500)
         except Exception as error:  # fault boundary: one sample must not end the service

@@ -1,6 +1,7 @@
 """JSON bodies of the SDK's requests, as far as something here reads them. Fields that are not named are ignored."""
 
 import math
+from itertools import chain
 from typing import Annotated, Any, assert_never
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.responses import Response
 
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OperationFailure, PassResult, StepResult
-from areal_lora.service.http import Answered
+from areal_lora.service.http import Answered, JsonObject, decoded
 from areal_lora.service.queue import requests
 from areal_lora.service.tinker import passes
 
@@ -167,11 +168,14 @@ def retrieved(answer: requests.Answer | requests.Pending, request: str) -> Answe
 Top = Annotated[int, msgspec.Meta(ge=0, le=20)]  # that of our servers
 SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
 EMPTY_TOP = -99999.0
+EMPTY = frozenset({b"null", b"false", b"0", b"0.0", b'""', b"[]", b"{}"})  # a field that is not used
+MAX_FIELDS = 64  # of one sample, those that are not used included
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[Token] = []
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,32 +219,48 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def n_echoed(self) -> int:
         """Tokens of the prompt at the start of the server's answer, so that they have scores."""
-        return len(self.token_ids) if self.prompt_logprobs or self.topk_prompt_logprobs else 0
+        return self.n_prompt if self.prompt_logprobs or self.topk_prompt_logprobs else 0
+
+    @property
+    def n_prompt(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.prompt.chunks)
 
 
-def read_sample(body: dict[str, Any]) -> SampleRequest:
+def read_sample(body: bytes) -> SampleRequest:
     """Raises RequestError; a field that nothing here serves is refused by its name, unless it is empty."""
-    unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
+    given = decoded(body, dict[str, msgspec.Raw])  # what is not read makes no objects, which would block the service
+    if len(given) > MAX_FIELDS:
+        raise RequestError("sample", f"it has {len(given)} fields", f"send {MAX_FIELDS} at most")
+    unknown = sorted(
+        key for key in given.keys() - set(SampleRequest.__struct_fields__) if bytes(given[key]) not in EMPTY
+    )
     if unknown:
         raise RequestError(unknown[0], "samples have no such field here", "leave it out")
     try:
-        request = msgspec.convert(body, SampleRequest)
-    except msgspec.ValidationError as error:
+        request = msgspec.json.decode(body, type=SampleRequest)
+    except (msgspec.ValidationError, UnicodeError) as error:
         reason, _, key = str(error)[:200].partition(" - at `$.")
         raise RequestError(key.rstrip("`") or "sample", reason, "correct the request") from None
+    decoded(msgspec.structs.asdict(request) | {"prompt": None}, JsonObject)  # tokens are within their bounds
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise RequestError("prompt", "images and sounds are not supported", "send text as tokens")
-    if not request.token_ids:
+    if not request.n_prompt:
         raise RequestError("prompt", "it has no tokens", "send one or more")
     last = request.prompt_logprobs_last_n
-    if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
+    if last is not None and not (request.prompt_logprobs and 1 <= last < request.n_prompt):
         reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
         raise RequestError("prompt_logprobs_last_n", reason, "correct it")
     return request
 
 
 def completion(request: SampleRequest, model: str, context: int, *, pinned: bool) -> dict[str, Any]:
-    """The body for a server's ``/v1/completions``. ``pinned``: from the version that ``model`` names, whole."""
+    """The body for a server's ``/v1/completions``. ``pinned``: from the version that ``model`` names, whole.
+
+    Raises RequestError for a prompt longer than ``context``.
+    """
+    if request.n_prompt > context:
+        reason = f"it has {request.n_prompt} tokens; a sequence has {context} at most"
+        raise RequestError("prompt", reason, "shorten it")
     settings, prompt = request.sampling_params, request.token_ids
     n_new = max(1, context - len(prompt)) if settings.max_tokens is None else settings.max_tokens
     if request.n_echoed == context and n_new == 1:
@@ -310,8 +330,13 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
 
 def _fill_top(message: Any, rows: list[dict[int, float]], k: int) -> None:
     """The ``k`` most likely tokens of each position, the most likely one first; empty places are marked."""
-    ids, values = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), EMPTY_TOP, "<f4")
-    for i, row in enumerate(rows):
-        for j, (token, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
-            ids[i, j], values[i, j] = token, value
+    counts = np.fromiter(map(len, rows), np.intp, len(rows))
+    row = np.repeat(np.arange(len(rows)), counts)
+    place = row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = len(rows), max(k, counts.max(initial=0))
+    ids, values = np.zeros(shape, "<i4"), np.full(shape, EMPTY_TOP, "<f4")
+    ids[place] = np.fromiter(chain.from_iterable(rows), "<i4", len(row))
+    values[place] = np.fromiter(chain.from_iterable(map(dict.values, rows)), "<f4", len(row))
+    first = np.argsort(-values, axis=1, kind="stable")[:, :k]
+    ids, values = np.take_along_axis(ids, first, 1), np.take_along_axis(values, first, 1)
     message.token_ids, message.logprobs, message.k, message.length = ids.tobytes(), values.tobytes(), k, len(rows)

@@ -15,7 +15,9 @@ import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -217,6 +219,51 @@ def test_the_process_is_as_it_was(storm: Storm) -> None:
     assert after["files"] <= before["files"] + MORE_FILES
     assert after["threads"] <= before["threads"] + (os.cpu_count() or 1) + 4, "those of one pool at most"
     assert after["rss"] <= before["rss"] + MORE_RSS
+
+
+def test_half_sent_bodies_of_a_tenant_are_bounded_and_others_are_served(tmp_path: Path) -> None:
+    n, mib = 80, 1 << 20
+    with ScriptedRun(tmp_path / "a run", limits={"pass_kib": 1024, "queued_mib": 4}) as run:
+        keys = {tenant: {"X-API-Key": run.tenant(tenant)} for tenant in WORDS}
+        host, port = run.url.removeprefix("http://").split(":")
+        process = psutil.Process(run.process.pid)
+        lines = (f"POST {API}/asample HTTP/1.1", "Host: x", f"X-API-Key: {keys['acme']['X-API-Key']}")
+        heads, writers = list[bytes](), list[asyncio.StreamWriter]()
+
+        async def half(length: str, body: bytes) -> None:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writers.append(writer)
+            writer.write("\r\n".join((*lines, length, "", "")).encode() + body)
+            with suppress(asyncio.IncompleteReadError, ConnectionError):  # at the end, by this test itself
+                heads.append(await reader.readuntil(b"\r\n\r\n"))
+
+        async def attack() -> None:
+            before, tasks = process.memory_info().rss, set[asyncio.Task[None]]()
+            for k in range(n):
+                chunked = k % 2
+                length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {mib}"
+                tasks.add(asyncio.create_task(half(length, b"80000\r\n" * chunked + b" " * (mib // 2))))
+            async with asyncio.timeout(30.0):
+                while len(heads) < n - 4:
+                    await asyncio.sleep(0.02)
+            assert all(b" 429 " in head and b"retry-after: 1\r\n" in head.lower() for head in heads)
+            assert process.memory_info().rss < before + 16 * mib
+            async with httpx.AsyncClient(base_url=run.url, timeout=150.0) as http:
+
+                async def opened(tenant: str) -> int:
+                    body = {"sdk_version": "0"}
+                    return (await http.post(f"{API}/create_session", json=body, headers=keys[tenant])).status_code
+
+                assert [await opened(tenant) for tenant in WORDS] == [429, 200]
+                for writer in writers:
+                    writer.close()
+                await asyncio.wait(tasks)
+                async with asyncio.timeout(150.0):
+                    while (status := await opened("acme")) == 429:
+                        await asyncio.sleep(0.02)
+                assert status == 200
+
+        asyncio.run(attack())
 
 
 @pytest.mark.parametrize("version", VERSIONS)

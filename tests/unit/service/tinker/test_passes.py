@@ -13,7 +13,14 @@ import pytest
 
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
-from areal_lora.service.tinker.passes import INT64, ForwardBackwardRequest, PassRequest, read_pass, scored_body
+from areal_lora.service.tinker.passes import (
+    INT64,
+    MAX_DATA,
+    ForwardBackwardRequest,
+    PassRequest,
+    read_pass,
+    scored_body,
+)
 from areal_lora.service.tinker.sdk_bodies import read_sample, sampled_body
 from tests.support.paths import ROOT
 from tests.support.tinker.sdk import VERSIONS, environment, sdk_program
@@ -65,7 +72,7 @@ def ids(*values: int) -> bytes:
 def both_ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict[str, PassRequest]]:
     """Version, what the SDK read of our answers, and what we read of its requests."""
     scored = scored_body(PassResult(logprobs=(floats(-0.5, -0.25), floats(-3.0)), loss=1.5))
-    sampled = sampled_body(read_sample(SAMPLE), json.dumps(ANSWER).encode())
+    sampled = sampled_body(read_sample(json.dumps(SAMPLE).encode()), json.dumps(ANSWER).encode())
     answers = {"scored": base64.b64encode(scored).decode(), "sampled": base64.b64encode(sampled).decode()}
     done = subprocess.run(
         sdk_program(PROGRAM),
@@ -197,6 +204,26 @@ def _request(chunks: list[bytes], inputs: dict[str, tuple[int, bytes]]) -> bytes
         entry.value.dense, entry.value.dtype = data, dtype
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def test_data_of_a_pass_are_limited_and_chunks_are_one_sequence() -> None:
+    message = ForwardBackwardRequest()
+    message.ParseFromString(_request([ids(1), ids(2)], {"target_tokens": (INT64, np.array([2, 3], "<i8").tobytes())}))
+    message.data.extend([message.data[0]] * (MAX_DATA - 1))
+    found = read_pass(message.SerializeToString()).wanted
+    assert isinstance(found, Pass)
+    assert {datum.tokens for datum in found.data} == {ids(1, 2, 3)}
+    message.data.append(message.data[0])
+    refused = read_pass(message.SerializeToString()).wanted
+    assert isinstance(refused, RequestError)
+    assert (refused.path, refused.reason) == ("data", "there are 1025; one pass has 1024 at most")
+
+
+@pytest.mark.parametrize("chunks", [[b"\1\0", b"\0\0"], [ids(-1)]])
+def test_chunks_that_are_no_tokens_are_refused(chunks: list[bytes]) -> None:
+    wanted = read_pass(_request(chunks, {"target_tokens": (INT64, np.array([2], "<i8").tobytes())})).wanted
+    assert isinstance(wanted, RequestError)
+    assert wanted.path == "data[0].model_input"
 
 
 def test_a_sparse_tensor_may_not_claim_more_than_it_is() -> None:

@@ -15,7 +15,7 @@ from areal_lora.errors import RequestError, Unavailable
 from areal_lora.service.gateway import n_tokens
 from areal_lora.service.queue.client_sessions import kept_samples
 from areal_lora.service.queue.queue_rows import SavedState
-from areal_lora.service.tinker import sample_tasks
+from areal_lora.service.tinker import sample_tasks, sdk_bodies
 from areal_lora.service.tinker.checkpoints import Exports
 from areal_lora.service.tinker.sample_tasks import Sampling
 from tests.support.service.running import Running, data_plane, running, service_config
@@ -280,6 +280,42 @@ def test_one_tenants_downloads_do_not_end_anothers() -> None:
     assert exports.state("bolt", "s:train:0") is state
     assert exports.state("acme", "s:train:0") is None
     assert exports.state("acme", "s:train:199") is state
+
+
+def test_a_sample_is_read_once_and_its_tokens_are_those_of_its_body(
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[sdk_bodies.SampleRequest] = []
+    plain = sdk_bodies.read_sample
+
+    def noted(body: bytes) -> sdk_bodies.SampleRequest:
+        read.append(plain(body))
+        return read[-1]
+
+    monkeypatch.setattr(sdk_bodies, "read_sample", noted)
+
+    async def scene(it: Scene) -> None:
+        it.answers.clear()
+        name = (await it.sample(3, 20)).json()["request_id"]
+        made = sdk_bodies.completion(read[0], "base", 64, pinned=False)
+        assert kept[name].tokens == n_tokens(made, context=64) == 3 * 22
+        it.answers.set()
+        assert (await it.fetch(name)).status_code == 200
+        assert len(read) == 1
+
+    play(tmp_path, scene)
+
+
+def test_a_kept_sample_that_is_no_longer_accepted_fails_at_the_start(tmp_path: Path, kept: dict[str, Any]) -> None:
+    async def scene(it: Scene) -> None:
+        name = f"{it.sampler}:7"
+        await it.it.queue.keep_sample("acme", it.sampler, name, "mark", b'{"seq_id":7}')
+        await it.it.api.sdk._sampling.start()
+        failed = (await it.fetch(name)).json()
+        assert (failed["category"], "sampling_session_id" in failed["error"]) == ("user", True)
+        assert it.it.api.meter._tokens == {}
+
+    play(tmp_path, scene)
 
 
 def test_a_sample_whose_server_failed_is_not_sampled_again(tmp_path: Path, kept: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 from typing import Any
 
 import msgspec
@@ -13,14 +15,14 @@ from areal_lora.engine.vllm_ext.server.openai_api import CompletionBody
 from areal_lora.errors import RequestError
 from areal_lora.network.http_server import prompts_of
 from areal_lora.service.tinker import passes
-from areal_lora.service.tinker.sdk_bodies import completion, read_sample, sampled_body
+from areal_lora.service.tinker.sdk_bodies import EMPTY_TOP, completion, read_sample, sampled_body
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]}
 
 
-def asked(**changes: Any) -> dict[str, Any]:
+def asked(**changes: Any) -> bytes:
     known = {"sampling_session_id": "s1:sample:0", "seq_id": 0, "prompt": PROMPT, "sampling_params": {}}
-    return known | changes
+    return json.dumps(known | changes).encode()
 
 
 def body(**changes: Any) -> CompletionBody:
@@ -81,6 +83,11 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": []}]}}, "prompt"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params"),
         ({"seq_id": "a"}, "seq_id"),
+        ({"seq_id": 1 << 80}, "body"),
+        ({f"unused{k}": 0 for k in range(61)}, "sample"),
+        ({"sampling_session_id": "\ud800"}, "body"),
+        ({"prompt": {"chunks": [{"tokens": [1 << 31]}]}}, "prompt.chunks[0].tokens[0]"),
+        ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "prompt.chunks[0].tokens[0]"),
     ],
 )
 def test_what_is_not_served_is_refused_by_its_name(changes: dict[str, Any], path: str) -> None:
@@ -90,7 +97,45 @@ def test_what_is_not_served_is_refused_by_its_name(changes: dict[str, Any], path
 
 
 def test_fields_that_ask_for_nothing_are_no_reason_to_refuse() -> None:
+    read_sample(asked(**{f"unused{k}": 0 for k in range(60)}))
     read_sample(asked(topk_prompt_logprobs=0, prompt_alt_tokens_k=0, record_stability_info=False, base_model=None))
+
+
+def test_what_is_not_read_makes_no_objects() -> None:
+    """2 million lists of 4 MiB: in fields that nothing reads, and in place of a setting."""
+    lists = b"[" + b"[]," * 2_000_000 + b"[]]"
+    for field in (b"unknown", b"sampling_params"):
+        began = gc.get_stats()[0]["collections"]
+        with pytest.raises(RequestError) as refused:
+            read_sample(asked()[:-1] + b',"' + field + b'":' + lists + b"}")
+        assert refused.value.path == field.decode()
+        assert gc.get_stats()[0]["collections"] - began < 10, "a collection comes with every 700 objects"
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    completion(read_sample(asked()), "base", 3, pinned=False)
+    with pytest.raises(RequestError, match="prompt: it has 3 tokens; a sequence has 2 at most"):
+        completion(read_sample(asked()), "base", 2, pinned=False)
+
+
+def test_likeliest_tokens_of_random_answers_are_those_of_a_plain_sort() -> None:
+    draw = random.Random(20261130)
+    rows = [
+        {draw.randrange(9**6): draw.choice([-1.0, -9 * draw.random()]) for _ in range(draw.randrange(7))}
+        for _ in range(200)
+    ]
+    scores = {"token_logprobs": [-1.0] * 200, "top_ids": rows}
+    message = passes.SampleResponse()
+    wanted = asked(topk_sample_logprobs=4)
+    message.ParseFromString(sampled_body(read_sample(wanted), answer(token_ids=[7] * 200, logprobs=scores)))
+    top = message.sequences[0].topk
+    ids = np.frombuffer(top.token_ids, "<i4").reshape(200, 4)
+    values = np.frombuffer(top.logprobs, "<f4").reshape(200, 4)
+    for row, found, scored in zip(rows, ids.tolist(), values.tolist(), strict=True):
+        plain = sorted(row.items(), key=lambda item: -item[1])[:4]
+        plain += [(0, EMPTY_TOP)] * (4 - len(plain))
+        assert found == [token for token, _ in plain]
+        assert scored == pytest.approx([value for _, value in plain])
 
 
 def answer(**choice: Any) -> bytes:
