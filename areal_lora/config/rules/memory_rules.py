@@ -79,7 +79,7 @@ def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
         reason = f"vLLM pads a device's part of an expert from {padded} columns to whole blocks of {FP8_BLOCK}"
         yield Finding(QUANTIZATION, f"{reason}, slots do not", "use fp8_per_channel, or rollout.expert_parallel=true")
     elif config.rollout.quantised is None:
-        reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch, and not in the plan"
+        reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch"
         fix = "use fp8_per_channel or fp8_per_tensor, or set weight_sync.probe_tolerance"
         yield warning(QUANTIZATION, reason, fix)
 

@@ -328,7 +328,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     experts = shape.experts_per_token * (max(2 * inner, shape.hidden) + max(inner, shape.hidden))
     width = max(3 * shape.ffn // tp if shape.dense_layers else 0, experts)
     step = tokens * (4 * shape.hidden + width) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
-    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.quantised else 0)
+    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if _fp8(config, "quantization") else 0)
     staging = staging_bytes(config, shape)
     version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
     if on_cpu:
@@ -365,7 +365,12 @@ def _linear_elements(shape: ModelShape) -> int:
 def kv_token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of one token in the KV cache of one device: keys and values of all layers, heads divided by tp."""
     heads = max(1, shape.kv_heads // config.rollout.tp)
-    return 2 * shape.layers * heads * shape.head_dim * DTYPE_BYTES[config.model.dtype]
+    item = 1 if _fp8(config, "kv_cache_dtype") else DTYPE_BYTES[config.model.dtype]
+    return 2 * shape.layers * heads * shape.head_dim * item
+
+
+def _fp8(config: Config, argument: str) -> bool:
+    return str(config.rollout.engine_args.get(argument)).startswith("fp8")
 
 
 def staging_bytes(config: Config, shape: ModelShape) -> int:

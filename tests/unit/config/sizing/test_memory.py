@@ -80,7 +80,7 @@ def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
         assert part(estimate("trainer.tp=1", "trainer.ep=8", how)["trainer rank"], "served layer") < found / 2
 
 
-@pytest.mark.parametrize("kind", ["fp8_per_channel", "fp8_per_tensor"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"])
 def test_a_rounded_base_takes_one_byte_of_each_linear_weight(kind: str) -> None:
     whole, rounded = (
         part(estimate(*how)["server replica"], "base weights")
@@ -91,6 +91,13 @@ def test_a_rounded_base_takes_one_byte_of_each_linear_weight(kind: str) -> None:
     assert rounded < 0.53 * whole
     unknown = estimate("rollout.engine_args.quantization=mxfp8")["server replica"]
     assert part(unknown, "base weights") == whole
+
+
+def test_a_key_and_a_value_take_one_byte_each_in_fp8() -> None:
+    length = "rollout.max_model_len=4096"  # the least cache is of one sequence: 48 layers, 2 of 4 heads on a device
+    for kind, item in (("auto", 2), ("fp8", 1), ("fp8_e5m2", 1)):
+        server = estimate(length, f"rollout.engine_args.kv_cache_dtype={kind}")["server replica"]
+        assert part(server, "KV cache, least") == 4096 * 48 * 2 * (2 * 128) * item, kind
 
 
 def test_an_adapter_has_sixteen_bytes_a_parameter_and_its_cast_two() -> None:
