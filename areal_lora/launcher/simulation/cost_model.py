@@ -107,8 +107,8 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
     nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
     passes = sizes.training(longest, longest**2 // 2)
-    if config.trainer.recompute in ("full", "selective"):
-        passes += sizes.recompute(longest, 0)
+    if (again := config.trainer.recompute) != "none":
+        passes += sizes.recompute(longest, 0 if again == "selective" else longest**2 // 2)
     remote = {seat.node for seat in seats.servers} - {seat.node for seat in seats.trainer}
     return CostModel(
         read_s=shape.parameters * DTYPE_BYTES[config.model.dtype] / BYTES_PER_S / tp,

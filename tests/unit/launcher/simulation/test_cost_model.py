@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import fmean
+from typing import get_args
 
 import pytest
 
 from areal_lora.config.load import load_config
+from areal_lora.config.models import TrainerConfig
+from areal_lora.config.sections.run import Recompute
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.micro_batches import flops_of, plans_of
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
-from areal_lora.launcher.simulation.cost_model import arithmetic, scaled
+from areal_lora.families.sites import PassSizes
+from areal_lora.launcher.simulation.cost_model import FLOPS_PER_S, arithmetic, scaled
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
 
 CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
-COSTS = arithmetic(CONFIG, ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}))
+SHAPE = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+COSTS = arithmetic(CONFIG, SHAPE)
 
 
 def members(n: int) -> list[ServerEndpoint]:
@@ -42,6 +50,22 @@ def test_relays_send_all_sources_bytes_while_the_next_bucket_arrives() -> None:
 
 def test_a_relay_makes_the_requests_to_the_servers_below_it() -> None:
     assert [COSTS.requests_s(relay_tree(members(n))) / REQUEST_S for n in (8, 32, 63, 512)] == [8, 32, 64, 79]
+
+
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+def test_the_trainer_computes_what_an_engine_counts(recompute: Recompute) -> None:
+    """A sequence of 30 k tokens: attention is more than a third of its layers."""
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"],
+        [f"trainer.recompute={recompute}", "adapters.0.sampling.max_new_tokens=30000", "rollout.max_model_len=32768"],
+    )
+    batch, layout = (
+        scoring_batch([[1] * 30_000], "a"),
+        ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0),
+    )
+    sizes = {"a": PassSizes.of(SHAPE, config.adapters[0].spec(""))}
+    flops = flops_of(plans_of(batch, layout, 30_000), batch, sizes, recompute).total()
+    assert arithmetic(config, SHAPE).trained_token_s * 30_000 * FLOPS_PER_S == pytest.approx(flops, rel=1e-3)
 
 
 def test_lengths_are_equal_for_equal_keys_and_have_the_mean() -> None:
