@@ -8,7 +8,7 @@ from areal_lora.config.rules.findings import Finding, Severity, canonical, shape
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, Memory
-from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices
+from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices, smaller_slot
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
@@ -145,12 +145,18 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
         reason = f"{needs}, and {used:g} leaves {left / GIB:.1f} of {limit / GIB:.0f} beside vLLM's share"
         fix = "lower it, or weight_sync.bucket_mib"
         yield Finding("rollout.gpu_memory_utilization", reason, fix)
-    if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
+    if (short := sizing.kv_part(config, shape) - sizing.kv_bytes(config, shape, replica, limit)) > 0:
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
+        fix = "raise rollout.tp or " if config.rollout.tp < most_devices(config) else "raise "
+        held = sum(part.device for part in replica.parts if part.name == "adapter slots")
+        if held > short:
+            why = f"{why}, {held / GIB:.0f} of them for adapter slots,"
+            fewer = "lower rollout.max_staleness, rollout.max_adapters or rollout.max_lora_rank"
+            fix = f"{'set rollout.expert_parallel=true' if smaller_slot(config, shape) else fewer}, {fix}"
         gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
         reason = f"a device of a server needs about {(replica.device - staging) / GIB:.0f} GiB {why} and gets {gets}"
-        fix = f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}"
+        fix = f"{fix}rollout.gpu_memory_utilization, or lower {lower}"
         yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit) + staging))
 
 

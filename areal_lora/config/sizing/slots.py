@@ -78,6 +78,13 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     return total
 
 
+def smaller_slot(config: Config, shape: ModelShape) -> int:
+    """`slot_parameters` with expert parallelism where these are fewer, else 0."""
+    rollout = config.rollout.model_copy(update={"expert_parallel": True})
+    apart = slot_parameters(config.model_copy(update={"rollout": rollout}), shape)
+    return apart if apart < slot_parameters(config, shape) else 0
+
+
 def slot_layout(config: Config) -> ExpertLayout:
     """How slots hold experts: what `shared_outer` shares once, unless an adapter that is listed or may join differs."""
     layouts = {

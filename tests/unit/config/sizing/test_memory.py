@@ -378,6 +378,21 @@ def test_publishes_need_room_beside_vllms_share() -> None:
     assert check(load_config([MOE], [*keys, "rollout.kv_cache_gib=10"]), FACTS) == ()
 
 
+def test_slots_that_take_the_room_are_named_with_what_makes_them_smaller() -> None:
+    """Qwen3-235B-A22B on nodes of 8 x 80 GiB; the first fix alone is enough."""
+    sizes = ["trainer.world_size=32", "trainer.pp=2", "rollout.servers=2", "rollout.tp=8", "cluster.nodes=6"]
+    facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
+    [found] = check(load_config([MOE], sizes), facts)
+    assert ", 47 of them for adapter slots," in found.reason
+    assert found.fix.startswith("set rollout.expert_parallel=true, raise rollout.gpu_memory")
+    assert "rollout.tp" not in found.fix, "a node has no more devices"
+    assert check(load_config([MOE], [*sizes, "rollout.expert_parallel=true"]), facts) == ()
+    dense = load_config([DENSE], ["rollout.tp=4", "rollout.servers=4", "rollout.max_staleness=150"])
+    [found] = check(dense, Facts(hf_config=known_config("Qwen/Qwen2.5-72B-Instruct")))
+    fewer = "lower rollout.max_staleness, rollout.max_adapters or rollout.max_lora_rank"
+    assert found.fix.startswith(f"{fewer}, raise rollout.tp or rollout.gpu_memory_utilization")
+
+
 def test_a_step_of_a_server_is_as_long_as_configured_where_prompts_are_split() -> None:
     longer, on_cpu = "rollout.max_model_len=32768", ["cluster.device=cpu", "weight_sync.backend=gloo"]
     short, long = (part(estimate(*more)["server replica"], "activations") for more in ([], [longer]))
