@@ -194,18 +194,10 @@ def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     """What the KV cache of a replica holds."""
-    per_token, limit = sizing.kv_token_bytes(config, plan.shape), device_bytes(config, None)
-    server = _server(plan)
-    if config.cluster.device == "cpu":
-        bytes_ = sum(part.host for part in server.parts if part.name == "KV cache") * config.rollout.tp
-    elif config.rollout.kv_cache_gib is not None:
-        bytes_ = sizing.kv_part(config, plan.shape)
-    elif limit is None:
+    if (tokens := sizing.kv_tokens(config, plan.shape, _server(plan))) is None:
         yield "KV cache: unknown; set cluster.device_memory_gib to the memory of one device"
         return
-    else:
-        bytes_ = sizing.kv_bytes(config, plan.shape, server, limit)
-    tokens, longest = max(0, bytes_) // per_token, config.rollout.max_model_len
+    longest = config.rollout.max_model_len
     yield (
         f"KV cache of a replica: {tokens:,} tokens, {tokens // longest:,} sequences of {longest} "
         f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})"
