@@ -6,6 +6,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
+from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, Memory
 from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices, smaller_slot
@@ -23,7 +24,7 @@ def slurm_bytes(mem: str | None) -> int | None:
 
 
 EXACT = {sizing.LEAST_KV, "KV cache", sizing.STAGING, "base weights", "gathered layer", "adapter slots"}
-EXACT |= {"adapter weights and gradients", "optimizer moments"}
+EXACT |= {"adapter weights and gradients", "optimizer moments", sizing.PACKED}
 """Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
 
 
@@ -36,6 +37,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
         memory = sizing.job_memory(config, shape)
     except ConfigError:
         return  # other rules report it
+    yield from _transfers(config, shape)
     yield from _hosts(config, facts, memory)
     limit = sizing.device_bytes(config, facts.device_bytes)
     if config.cluster.device == "cpu" or limit is None:
@@ -45,7 +47,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     if shared_devices(config):
         yield from _both(config, rank, replica, limit)
     else:
-        yield from _rank(rank, limit)
+        yield from _rank(config, rank, limit)
     yield from _replica(config, shape, replica, limit)
 
 
@@ -91,6 +93,18 @@ def _padded_experts(config: Config, shape: ModelShape | None) -> int:
     return columns if columns % FP8_BLOCK else 0
 
 
+def _transfers(config: Config, shape: ModelShape) -> Iterator[Finding]:
+    """A version reaches servers on other nodes within the time of an attempt, over a link that does nothing else."""
+    seats, sync = seats_of(config), config.weight_sync
+    if {seat.node for seat in seats.servers} <= {seat.node for seat in seats.trainer}:
+        return
+    least_s = 8 / LINK_BITS * max((sizing.version_bytes(config, shape, each) for each in config.adapters), default=0)
+    if least_s >= sync.attempt_s:
+        reason = f"a version takes at least {least_s:.0f} s over a link and an attempt {sync.attempt_s:g} s"
+        fix = f"raise weight_sync.timeout_s to {5 * least_s:.0f}, and run.stall_s, or publish less"
+        yield warning("weight_sync.timeout_s", reason, fix)
+
+
 def _hosts(config: Config, facts: Facts, memory: Sequence[Memory]) -> Iterator[Finding]:
     has = "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
     for i, pool in enumerate(pools_of(config.cluster)):
@@ -121,7 +135,7 @@ def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, s
     return facts.memory_bytes, path, "use a smaller model, fewer processes or a smaller rollout.kv_cache_gib"
 
 
-def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
+def _rank(config: Config, rank: Memory, limit: int) -> Iterator[Finding]:
     if rank.device <= limit:
         return
     largest = max(rank.parts, key=lambda part: part.device)
@@ -130,6 +144,8 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
     elif largest.name == "activations":
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=full, or raise trainer.tp"
+    elif largest.name == sizing.PACKED and config.rollout.adapter_mode == "merged":  # tp does not divide what is sent
+        path, fix = "rollout.adapter_mode", "set it to unmerged, or weight_sync.backend=gloo, which sends from the host"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
     reason = f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}"

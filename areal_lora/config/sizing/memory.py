@@ -32,6 +32,7 @@ STAGING_BUFFERS = 3
 MEASURED = 5 * 16 * MIB
 """Device memory in which tensors are fingerprinted: `weight_sync.strided.MEASURED_BYTES` as int64 and int16."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
+PACKED = "packed versions"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
 
@@ -125,7 +126,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
     - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
-      ranks. Shards on the wire are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
+      ranks. Packed versions are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
       copy if the library sends from there (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
@@ -141,7 +142,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, published = _adapters(config, shape, config.adapters, stage, layers)
+    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -149,7 +150,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
         Part("buffers", device=max(chunk, int(passes))),
         *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
-        published,
+        *published,
         *_joining(config, shape, stage, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
@@ -158,7 +159,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 def _adapters(
     config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int]
 ) -> list[Part]:
-    """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    """Parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints, what it sends."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + adapter.algorithm.has_critic) for adapter in adapters)
@@ -171,7 +172,7 @@ def _adapters(
         a.name: sizes[a.name] * len(layers) // shape.layers // max(1, slots.stage_sources(config, shape, a, layers))
         for a in adapters
     }
-    per_stage = t.world_size // t.pp
+    own, per_stage = item * sum(unique.values()), t.world_size // t.pp
     sent = (sent_bytes(config, shape, adapter).items() for adapter in adapters)
     wire = sum(max((nbytes for rank, nbytes in each if rank // per_stage == stage), default=0) for each in sent)
     wire = wire or item * max(unique.values(), default=0)  # the source is of another stage
@@ -188,12 +189,9 @@ def _adapters(
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
-        Part(
-            "publish and checkpoint",
-            device=int(FP32 * received) + (wire if on_device else 0),
-            # One rank of a node sends for others: the ranks together hold each shard once.
-            host=int(FP32 * copied) + (wire if merged else item * sum(unique.values()) if over_host else 0),
-        ),
+        Part("publish and checkpoint", device=int(FP32 * received), host=int(FP32 * copied)),
+        # One rank of a node sends for others: the ranks together hold each shard once.
+        Part(PACKED, device=wire if on_device else 0, host=wire if merged else own if over_host else 0),
     ]
 
 

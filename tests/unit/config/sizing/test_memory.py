@@ -15,7 +15,16 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight
-from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, sent_bytes, source_ranks, staging_bytes
+from areal_lora.config.sizing.memory import (
+    GIB,
+    PACKED,
+    Memory,
+    Part,
+    job_memory,
+    sent_bytes,
+    source_ranks,
+    staging_bytes,
+)
 from areal_lora.config.sizing.slots import send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
@@ -157,7 +166,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
 
     joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
     for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
-        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint")
+        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint", PACKED)
         room = joins[stage]["room for adapters that join"]
         assert "room for adapters that join" not in fixed[stage]
         assert room.device == sum(three[stage][n].device - fixed[stage][n].device for n in names) > 0
@@ -207,11 +216,12 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     layout = wire_layout(sharded, spec, "bfloat16")
     plan = pack_plan(sharded, spec, 0, layout)
     rank = next(m for m in job_memory(config, shape) if m.role == "trainer")
-    found = next(p for p in rank.parts if p.name == "publish and checkpoint")
+    found, packed = (next(p for p in rank.parts if p.name == name) for name in ("publish and checkpoint", PACKED))
     numbers = adapter_size(shape, spec).parameters // (config.trainer.ep if shape.experts else 1)
     wire = by_place(layout, send_places(config)).shards[0].nbytes
     copies, packers = 3 * 4 * numbers, 2
-    assert found.device == packers * 4 * (plan.space - plan.own) + wire
+    assert found.device == packers * 4 * (plan.space - plan.own)
+    assert (packed.device, packed.host) == (wire, 0)
     assert found.host == copies, "shards are packed on the device"
 
 
@@ -376,6 +386,37 @@ def test_publishes_need_room_beside_vllms_share() -> None:
     assert (found.path, found.severity) == ("rollout.gpu_memory_utilization", Severity.ERROR)
     assert "publishes need about 0.7 GiB of a server's device, and 0.999 leaves 0.1 of 80" in found.reason
     assert check(load_config([MOE], [*keys, "rollout.kv_cache_gib=10"]), FACTS) == ()
+
+
+MERGED = "rollout.adapter_mode=merged"
+
+
+def test_a_merged_version_has_to_fit_the_device_that_sends_it() -> None:
+    """Of 72.7 G parameters those of linear layers, in bfloat16."""
+    facts, linear = (
+        Facts(hf_config=known_config("Qwen/Qwen2.5-72B-Instruct")),
+        80 * 2 * 8192 * (8192 + 1024 + 3 * 29568 / 2),
+    )
+    rank = next(m for m in job_memory(load_config([DENSE], [MERGED]), ModelShape.from_hf(facts.hf_config or {})))
+    assert part(rank, PACKED) == pytest.approx(2 * linear, rel=0.001)
+    [found] = check(load_config([DENSE], [MERGED]), facts)
+    assert (found.path, found.severity) == ("rollout.adapter_mode", Severity.ERROR)
+    assert "the largest part is packed versions with 131" in found.reason
+    assert check(load_config([DENSE], [MERGED, "weight_sync.backend=gloo"]), facts) == ()
+
+
+def test_a_version_that_no_link_carries_in_time_is_a_warning() -> None:
+    """468 GB of 235 G parameters at 12.5 GB/s; an attempt has 12 of 30 s."""
+    sizes = [MERGED, "trainer.world_size=32", "trainer.pp=2", "rollout.servers=2", "rollout.tp=8"]
+    facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
+    [found] = check(load_config([MOE], [*sizes, "cluster.nodes=6"]), facts)
+    assert (found.path, found.severity) == ("weight_sync.timeout_s", Severity.WARNING)
+    assert "at least 37 s over a link and an attempt 12 s" in found.reason
+    assert "raise weight_sync.timeout_s to 187, and run.stall_s" in found.fix
+    longer = ["weight_sync.timeout_s=187", "run.stall_s=2000"]
+    assert check(load_config([MOE], [*sizes, "cluster.nodes=6", *longer]), facts) == ()
+    near = ["cluster.nodes=1", "cluster.devices_per_node=48"]
+    assert "weight_sync.timeout_s" not in {f.path for f in check(load_config([MOE], [*sizes, *near]), facts)}
 
 
 def test_slots_that_take_the_room_are_named_with_what_makes_them_smaller() -> None:
