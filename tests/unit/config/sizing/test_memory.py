@@ -179,7 +179,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
 
 def test_where_only_those_that_may_join_do_not_fit_it_is_a_warning() -> None:
     overrides = ["service={}", "rollout.max_adapters=20", "cluster.device_memory_gib=24", "rollout.tp=8"]
-    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16"]
+    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16", "trainer.recompute=full"]
     found = [f for f in check(load_config([MOE], overrides), FACTS) if f.path == "rollout.max_adapters"]
     assert [f.severity for f in found] == [Severity.WARNING]
     assert "the largest part is room for adapters that join" in found[0].reason
@@ -286,7 +286,7 @@ def test_virtual_stages_hold_what_the_schedule_has_in_progress(pp: int, chunks: 
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:
-    full, less = estimate("trainer.recompute=none")["trainer rank"], estimate()["trainer rank"]
+    full, less = (estimate(*how)["trainer rank"] for how in ((), ("trainer.recompute=full",)))
     assert part(full, "activations") > 10 * part(less, "activations")
     some, away = (estimate(f"trainer.recompute={kind}")["trainer rank"] for kind in ("selective", "offload"))
     layers, heads, width = 48, 32, 128  # with a head's log-sum-exp, 4 bytes
@@ -313,7 +313,12 @@ def test_recompute_and_shorter_micro_batches_need_less() -> None:
             Severity.WARNING,
             "largest part is activations",
         ),
-        (["cluster.device_memory_gib=8"], "trainer.world_size", Severity.ERROR, "a device has 8"),
+        (
+            ["cluster.device_memory_gib=8", "trainer.recompute=full"],
+            "trainer.world_size",
+            Severity.ERROR,
+            "a device has 8",
+        ),
         (
             ["rollout.tp=1", "rollout.servers=8", "cluster.device_memory_gib=64"],
             "rollout.tp",
@@ -389,6 +394,7 @@ def test_publishes_need_room_beside_vllms_share() -> None:
 
 
 MERGED = "rollout.adapter_mode=merged"
+LARGE = ["trainer.world_size=32", "trainer.pp=2", "trainer.recompute=full", "rollout.servers=2", "rollout.tp=8"]
 
 
 def test_a_merged_version_has_to_fit_the_device_that_sends_it() -> None:
@@ -407,7 +413,7 @@ def test_a_merged_version_has_to_fit_the_device_that_sends_it() -> None:
 
 def test_a_version_that_no_link_carries_in_time_is_a_warning() -> None:
     """468 GB of 235 G parameters at 12.5 GB/s; an attempt has 12 of 30 s."""
-    sizes = [MERGED, "trainer.world_size=32", "trainer.pp=2", "rollout.servers=2", "rollout.tp=8"]
+    sizes = [MERGED, *LARGE]
     facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
     [found] = check(load_config([MOE], [*sizes, "cluster.nodes=6"]), facts)
     assert (found.path, found.severity) == ("weight_sync.timeout_s", Severity.WARNING)
@@ -421,7 +427,7 @@ def test_a_version_that_no_link_carries_in_time_is_a_warning() -> None:
 
 def test_slots_that_take_the_room_are_named_with_what_makes_them_smaller() -> None:
     """Qwen3-235B-A22B on nodes of 8 x 80 GiB; the first fix alone is enough."""
-    sizes = ["trainer.world_size=32", "trainer.pp=2", "rollout.servers=2", "rollout.tp=8", "cluster.nodes=6"]
+    sizes = [*LARGE, "cluster.nodes=6"]
     facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
     [found] = check(load_config([MOE], sizes), facts)
     assert ", 47 of them for adapter slots," in found.reason
