@@ -55,6 +55,7 @@ ENGINE_ARGS: Mapping[str, str] = {
     "aux_output_config": "behaviour.router_replay", "max_logprobs": "adapters.sampling.top_k",
     "speculative_config": "the training objective", "specialize_active_lora": "rollout.adapter_mode",
     "enable_eplb": "the layout of adapter slots", "eplb_config": "the layout of adapter slots",
+    "fully_sharded_loras": "the layout of adapter slots",
 }
 # fmt: on
 """Arguments of vLLM's engine that `rollout.engine_args` cannot have, with what decides each."""

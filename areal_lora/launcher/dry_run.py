@@ -19,7 +19,7 @@ from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, device_bytes, source_ranks, version_bytes
-from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters
+from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slot
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size
@@ -186,26 +186,18 @@ def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
     """The servers' slots, and what `rollout.expert_parallel` would make of them."""
     if config.rollout.adapter_mode == "merged":
         return
-    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"expert_parallel": True})})
-    each, other = (slot_parameters(one, plan.shape) * DTYPE_BYTES[config.model.dtype] for one in (config, apart))
-    smaller = f"; {human_bytes(other)} with rollout.expert_parallel=true" if other < each else ""
+    item, other = DTYPE_BYTES[config.model.dtype], smaller_slot(config, plan.shape)
+    smaller = f"; {human_bytes(item * other)} with rollout.expert_parallel=true" if other else ""
+    each = item * slot_parameters(config, plan.shape)
     yield f"Slots of a server: {slot_count(config)} of {human_bytes(each)} on each worker{smaller}"
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
     """What the KV cache of a replica holds."""
-    per_token, limit = sizing.kv_token_bytes(config, plan.shape), device_bytes(config, None)
-    server = _server(plan)
-    if config.cluster.device == "cpu":
-        bytes_ = sum(part.host for part in server.parts if part.name == "KV cache") * config.rollout.tp
-    elif config.rollout.kv_cache_gib is not None:
-        bytes_ = sizing.kv_part(config, plan.shape)
-    elif limit is None:
+    if (tokens := sizing.kv_tokens(config, plan.shape, _server(plan))) is None:
         yield "KV cache: unknown; set cluster.device_memory_gib to the memory of one device"
         return
-    else:
-        bytes_ = sizing.kv_bytes(config, plan.shape, server, limit)
-    tokens, longest = max(0, bytes_) // per_token, config.rollout.max_model_len
+    longest = config.rollout.max_model_len
     yield (
         f"KV cache of a replica: {tokens:,} tokens, {tokens // longest:,} sequences of {longest} "
         f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})"

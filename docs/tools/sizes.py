@@ -15,7 +15,7 @@ from typing import get_args
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import Recompute
-from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory
+from areal_lora.config.sizing.memory import GIB, PACKED, Memory, Part, job_memory
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
@@ -75,7 +75,8 @@ def memory_rows() -> list[tuple[str, ...]]:
     def gib(name: str, numbers: list[int]) -> tuple[str, ...]:
         return (name, *(f"{number / GIB:.1f}" for number in numbers))
 
-    names = ["base weights", "adapter weights and gradients", "optimizer moments", "publish and checkpoint", "process"]
+    names = ["base weights", "adapter weights and gradients", "optimizer moments", "publish and checkpoint"]
+    names += [PACKED, "process"]
     rows = [gib(name, [p.device for p in parts(name)]) for name in (*names, "buffers")]
     rows += [gib(f"activations, `{kind}`", [p.device for p in parts("activations", kind)]) for kind in by_kind]
     rows.append(gib("host, of `offload`", [p.host for p in parts("activations", "offload")]))

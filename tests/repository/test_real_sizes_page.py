@@ -25,7 +25,7 @@ def test_every_size_fits_a_device_with_each_kind_of_recompute() -> None:
     for kind in ("selective", "full", "offload"):
         assert max(rows[f"**sum**, `{kind}`"]) < LIMIT_GIB
         parts = ("base weights", "adapter weights and gradients", "optimizer moments", "publish and checkpoint")
-        parts += ("process", "buffers", f"activations, `{kind}`")
+        parts += ("packed versions", "process", "buffers", f"activations, `{kind}`")
         for i in range(len(SIZES)):
             assert sum(rows[part][i] for part in parts) == pytest.approx(rows[f"**sum**, `{kind}`"][i], abs=0.4)
 

@@ -6,9 +6,10 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
+from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, Memory
-from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices
+from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices, smaller_slot
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
@@ -23,7 +24,7 @@ def slurm_bytes(mem: str | None) -> int | None:
 
 
 EXACT = {sizing.LEAST_KV, "KV cache", sizing.STAGING, "base weights", "gathered layer", "adapter slots"}
-EXACT |= {"adapter weights and gradients", "optimizer moments"}
+EXACT |= {"adapter weights and gradients", "optimizer moments", sizing.PACKED}
 """Parts that follow from sizes alone. Where these do not fit, it is an error; else a warning."""
 
 
@@ -36,6 +37,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
         memory = sizing.job_memory(config, shape)
     except ConfigError:
         return  # other rules report it
+    yield from _transfers(config, shape)
     yield from _hosts(config, facts, memory)
     limit = sizing.device_bytes(config, facts.device_bytes)
     if config.cluster.device == "cpu" or limit is None:
@@ -45,7 +47,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     if shared_devices(config):
         yield from _both(config, rank, replica, limit)
     else:
-        yield from _rank(rank, limit)
+        yield from _rank(config, rank, limit)
     yield from _replica(config, shape, replica, limit)
 
 
@@ -79,7 +81,7 @@ def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
         reason = f"vLLM pads a device's part of an expert from {padded} columns to whole blocks of {FP8_BLOCK}"
         yield Finding(QUANTIZATION, f"{reason}, slots do not", "use fp8_per_channel, or rollout.expert_parallel=true")
     elif config.rollout.quantised is None:
-        reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch, and not in the plan"
+        reason = f"the trainer cannot round as {kind}: it counts as numerics of the mismatch"
         fix = "use fp8_per_channel or fp8_per_tensor, or set weight_sync.probe_tolerance"
         yield warning(QUANTIZATION, reason, fix)
 
@@ -89,6 +91,18 @@ def _padded_experts(config: Config, shape: ModelShape | None) -> int:
     rollout = config.rollout
     columns = 0 if shape is None or rollout.expert_parallel else shape.expert_ffn // rollout.tp
     return columns if columns % FP8_BLOCK else 0
+
+
+def _transfers(config: Config, shape: ModelShape) -> Iterator[Finding]:
+    """A version reaches servers on other nodes within the time of an attempt, over a link that does nothing else."""
+    seats, sync = seats_of(config), config.weight_sync
+    if {seat.node for seat in seats.servers} <= {seat.node for seat in seats.trainer}:
+        return
+    least_s = 8 / LINK_BITS * max((sizing.version_bytes(config, shape, each) for each in config.adapters), default=0)
+    if least_s >= sync.attempt_s:
+        reason = f"a version takes at least {least_s:.0f} s over a link and an attempt {sync.attempt_s:g} s"
+        fix = f"raise weight_sync.timeout_s to {5 * least_s:.0f}, and run.stall_s, or publish less"
+        yield warning("weight_sync.timeout_s", reason, fix)
 
 
 def _hosts(config: Config, facts: Facts, memory: Sequence[Memory]) -> Iterator[Finding]:
@@ -121,7 +135,7 @@ def _node_memory(config: Config, facts: Facts, pool: int) -> tuple[int | None, s
     return facts.memory_bytes, path, "use a smaller model, fewer processes or a smaller rollout.kv_cache_gib"
 
 
-def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
+def _rank(config: Config, rank: Memory, limit: int) -> Iterator[Finding]:
     if rank.device <= limit:
         return
     largest = max(rank.parts, key=lambda part: part.device)
@@ -130,6 +144,8 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
     elif largest.name == "activations":
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=full, or raise trainer.tp"
+    elif largest.name == sizing.PACKED and config.rollout.adapter_mode == "merged":  # tp does not divide what is sent
+        path, fix = "rollout.adapter_mode", "set it to unmerged, or weight_sync.backend=gloo, which sends from the host"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
     reason = f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}"
@@ -145,12 +161,18 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
         reason = f"{needs}, and {used:g} leaves {left / GIB:.1f} of {limit / GIB:.0f} beside vLLM's share"
         fix = "lower it, or weight_sync.bucket_mib"
         yield Finding("rollout.gpu_memory_utilization", reason, fix)
-    if sizing.kv_bytes(config, shape, replica, limit) < sizing.kv_part(config, shape):
+    if (short := sizing.kv_part(config, shape) - sizing.kv_bytes(config, shape, replica, limit)) > 0:
         lower = "rollout.max_model_len" if configured is None else "rollout.kv_cache_gib"
         why = "for one sequence" if configured is None else f"with a KV cache of {configured:g}"
+        fix = "raise rollout.tp or " if config.rollout.tp < most_devices(config) else "raise "
+        held = sum(part.device for part in replica.parts if part.name == "adapter slots")
+        if held > short:
+            why = f"{why}, {held / GIB:.0f} of them for adapter slots,"
+            fewer = "lower rollout.max_staleness, rollout.max_adapters or rollout.max_lora_rank"
+            fix = f"{'set rollout.expert_parallel=true' if smaller_slot(config, shape) else fewer}, {fix}"
         gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
         reason = f"a device of a server needs about {(replica.device - staging) / GIB:.0f} GiB {why} and gets {gets}"
-        fix = f"raise rollout.tp or rollout.gpu_memory_utilization, or lower {lower}"
+        fix = f"{fix}rollout.gpu_memory_utilization, or lower {lower}"
         yield Finding("rollout.tp", reason, fix, severity=_severity(replica, int(used * limit) + staging))
 
 

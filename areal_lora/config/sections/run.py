@@ -177,6 +177,9 @@ class RolloutConfig(Section):
         known: tuple[Quantised, ...] = get_args(Quantised)
         return next((kind for kind in known if kind == self.engine_args.get("quantization")), None)
 
+    def in_fp8(self, argument: str) -> bool:
+        return str(self.engine_args.get(argument)).startswith("fp8")
+
     @property
     def resident_versions(self) -> int:
         """Adapter slots for versions: every version that is still trainable, plus the incoming one."""

@@ -13,7 +13,6 @@ from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
-from areal_lora.types import ExpertLayout
 
 MIB = 2**20
 GIB = 2**30
@@ -33,6 +32,7 @@ STAGING_BUFFERS = 3
 MEASURED = 5 * 16 * MIB
 """Device memory in which tensors are fingerprinted: `weight_sync.strided.MEASURED_BYTES` as int64 and int16."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
+PACKED = "packed versions"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
 
@@ -126,7 +126,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
     - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
-      ranks. Shards on the wire are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
+      ranks. Packed versions are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
       copy if the library sends from there (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
@@ -142,7 +142,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, published = _adapters(config, shape, config.adapters, stage, layers)
+    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -150,7 +150,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         Part("activations", device=int(((0 if away else kept) + once) * heap), host=int(kept) if away else 0),
         Part("buffers", device=max(chunk, int(passes))),
         *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
-        published,
+        *published,
         *_joining(config, shape, stage, layers),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
@@ -159,7 +159,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 def _adapters(
     config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int]
 ) -> list[Part]:
-    """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    """Parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints, what it sends."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
     trained = sum(held[adapter.name] * (1 + adapter.algorithm.has_critic) for adapter in adapters)
@@ -169,10 +169,10 @@ def _adapters(
     cast = item * (trained + references) if item < FP32 else 0
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
     unique = {
-        a.name: sizes[a.name] * len(layers) // shape.layers // max(1, stage_sources(config, shape, a, layers))
+        a.name: sizes[a.name] * len(layers) // shape.layers // max(1, slots.stage_sources(config, shape, a, layers))
         for a in adapters
     }
-    per_stage = t.world_size // t.pp
+    own, per_stage = item * sum(unique.values()), t.world_size // t.pp
     sent = (sent_bytes(config, shape, adapter).items() for adapter in adapters)
     wire = sum(max((nbytes for rank, nbytes in each if rank // per_stage == stage), default=0) for each in sent)
     wire = wire or item * max(unique.values(), default=0)  # the source is of another stage
@@ -189,12 +189,9 @@ def _adapters(
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
-        Part(
-            "publish and checkpoint",
-            device=int(FP32 * received) + (wire if on_device else 0),
-            # One rank of a node sends for others: the ranks together hold each shard once.
-            host=int(FP32 * copied) + (wire if merged else item * sum(unique.values()) if over_host else 0),
-        ),
+        Part("publish and checkpoint", device=int(FP32 * received), host=int(FP32 * copied)),
+        # One rank of a node sends for others: the ranks together hold each shard once.
+        Part(PACKED, device=wire if on_device else 0, host=wire if merged else own if over_host else 0),
     ]
 
 
@@ -280,19 +277,12 @@ def sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> dic
     t, places, whole = config.trainer, slots.send_places(config), version_bytes(config, shape, adapter)
     sources, sent = dict[int, int](), Counter[int]()
     for stage, layers in enumerate(_stages(config, shape)):
-        owners = stage_sources(config, shape, adapter, layers)
+        owners = slots.stage_sources(config, shape, adapter, layers)
         for owner in range(owners):
             rank = stage * (t.world_size // t.pp) + owner * t.etp
             source = sources.setdefault(places[rank], rank)
             sent[source] += whole * len(layers) // shape.layers // owners
     return sent
-
-
-def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
-    """Ranks of a stage that own tensors of ``adapter``: one, or each expert-parallel rank where experts are apart."""
-    keys = [key for key in linear_sites(shape) if key.layer in layers and key.covered(adapter.target_modules)]
-    apart = adapter.expert_layout is not ExpertLayout.SHARED and any(key.scope is Scope.EXPERT for key in keys)
-    return config.trainer.ep if apart else min(1, len(keys))
 
 
 def source_ranks(config: Config, shape: ModelShape) -> int:
@@ -328,15 +318,14 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     experts = shape.experts_per_token * (max(2 * inner, shape.hidden) + max(inner, shape.hidden))
     width = max(3 * shape.ffn // tp if shape.dense_layers else 0, experts)
     step = tokens * (4 * shape.hidden + width) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
-    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.quantised else 0)
+    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.in_fp8("quantization") else 0)
     staging = staging_bytes(config, shape)
     version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
     if on_cpu:
-        kv = int((rollout.kv_cache_gib or DEFAULT_KV_GIB) * GIB)
         return (
             Part("base weights", host=weights),
             Part("adapter slots", host=held_slots * tp),
-            Part("KV cache", host=kv),
+            Part("KV cache", host=kv_part(config, shape)),
             Part("activations", host=step * tp),
             Part(STAGING, host=staging * tp + version),
             Part("process", host=SERVER_PROCESS + tp * WORKER_PROCESS + (WORKER_PROCESS if tp > 1 else 0)),
@@ -365,7 +354,8 @@ def _linear_elements(shape: ModelShape) -> int:
 def kv_token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of one token in the KV cache of one device: keys and values of all layers, heads divided by tp."""
     heads = max(1, shape.kv_heads // config.rollout.tp)
-    return 2 * shape.layers * heads * shape.head_dim * DTYPE_BYTES[config.model.dtype]
+    item = 1 if config.rollout.in_fp8("kv_cache_dtype") else DTYPE_BYTES[config.model.dtype]
+    return 2 * shape.layers * heads * shape.head_dim * item
 
 
 def staging_bytes(config: Config, shape: ModelShape) -> int:
@@ -381,10 +371,23 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def kv_part(config: Config, shape: ModelShape) -> int:
-    """Bytes of the KV cache in the table of a device: as configured, else those of one sequence."""
-    if (configured := config.rollout.kv_cache_gib) is not None:
+    """Bytes of the KV cache in the table: as configured, on a CPU the default, else those of one sequence."""
+    default = DEFAULT_KV_GIB if config.cluster.device == "cpu" else None
+    if (configured := config.rollout.kv_cache_gib or default) is not None:
         return int(configured * GIB)
     return config.rollout.max_model_len * kv_token_bytes(config, shape)
+
+
+def kv_tokens(config: Config, shape: ModelShape, server: Memory) -> int | None:
+    """Tokens that the KV cache of a replica holds; None where the memory of its devices is not configured."""
+    on_cpu, limit = config.cluster.device == "cpu", device_bytes(config, None)
+    if on_cpu or config.rollout.kv_cache_gib is not None:
+        held = kv_part(config, shape) * (config.rollout.tp if on_cpu else 1)
+    elif limit is not None:
+        held = max(0, kv_bytes(config, shape, server, limit))
+    else:
+        return None
+    return held // kv_token_bytes(config, shape)
 
 
 def kv_bytes(config: Config, shape: ModelShape, server: Memory, device_bytes: int) -> int:

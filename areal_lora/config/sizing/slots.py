@@ -16,6 +16,7 @@ A job has one pool, or one for each component of a heterogeneous Slurm job. Node
 - The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -76,6 +77,13 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
         n_a, n_b = distinct(slot_layout(config), key.linear, modules)
         total += r.max_lora_rank * (n_a * len(pieces) * inputs + n_b * outputs)
     return total
+
+
+def smaller_slot(config: Config, shape: ModelShape) -> int:
+    """`slot_parameters` with expert parallelism where these are fewer, else 0."""
+    rollout = config.rollout.model_copy(update={"expert_parallel": True})
+    apart = slot_parameters(config.model_copy(update={"rollout": rollout}), shape)
+    return apart if apart < slot_parameters(config, shape) else 0
 
 
 def slot_layout(config: Config) -> ExpertLayout:
@@ -286,3 +294,10 @@ def send_places(config: Config) -> tuple[int, ...]:
     if config.cluster.device == "cpu" or not alone:
         return tuple(range(config.trainer.world_size))
     return tuple(seat.node for seat in seats_of(config).trainer)
+
+
+def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
+    """Ranks of a stage that own tensors of ``adapter``: one, or each expert-parallel rank where experts are apart."""
+    keys = [key for key in linear_sites(shape) if key.layer in layers and key.covered(adapter.target_modules)]
+    apart = adapter.expert_layout is not ExpertLayout.SHARED and any(key.scope is Scope.EXPERT for key in keys)
+    return config.trainer.ep if apart else min(1, len(keys))

@@ -56,6 +56,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
         yield name, _with(config, "trainer", ep=2 * t.ep, world_size=ranks)
     if t.recompute == "none":
         yield "full recompute", _with(config, "trainer", recompute="full")
+    else:
+        yield "no recompute", _with(config, "trainer", recompute="none")
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:

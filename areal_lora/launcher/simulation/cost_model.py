@@ -36,7 +36,8 @@ class CostModel:
     """A server's iteration takes ``read_s`` and ``sampled_token_s`` for each sequence; its prompts stop the others.
 
     ``trained_token_s`` are those of one trainer rank. Answers are lognormal with ``sigma``, cut at ``longest`` tokens.
-    ``sources`` trainer ranks send ``nbytes``, at ``link_s`` seconds a byte (0: over no link).
+    ``sources`` trainer ranks send ``nbytes``, at ``link_s`` seconds a byte (0: over no link). The KV cache of a server
+    holds ``kv_tokens``.
     """
 
     read_s: float
@@ -54,6 +55,16 @@ class CostModel:
     activate_s: float
     bucket_bytes: int = 0
     probe_s: float = 0.0
+    kv_tokens: float = math.inf
+
+    @property
+    def resident(self) -> float:
+        """Sequences that the KV cache of a server holds, each with its prompt and half of an answer."""
+        return self.kv_tokens / (self.prompt_tokens + self.answer_tokens / 2)
+
+    def seats(self, config: Config) -> int:
+        """Sequences that run on a server at a time."""
+        return max(1, int(min(config.rollout.max_num_seqs, self.resident)))
 
     def lengths(self, key: str, n: int) -> list[int]:
         """Tokens of ``n`` answers; equal for equal keys."""
@@ -67,7 +78,7 @@ class CostModel:
         """A step's groups on the servers of ``config``, if all of the seats that they need are taken meanwhile."""
         groups = config.adapters[0].sampling.prompts_per_step / config.rollout.servers
         sequences = groups * config.adapters[0].sampling.n_samples
-        seats = min(sequences, config.rollout.max_num_seqs)
+        seats = min(sequences, self.seats(config))
         iterations = sequences * self.answer_tokens / seats
         return groups * self.prompt_tokens * self.prompt_token_s + iterations * self.iteration_s(seats)
 
@@ -107,8 +118,10 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
     nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
     passes = sizes.training(longest, longest**2 // 2)
-    if config.trainer.recompute in ("full", "selective"):
-        passes += sizes.recompute(longest, 0)
+    if (again := config.trainer.recompute) != "none":
+        passes += sizes.recompute(longest, 0 if again == "selective" else longest**2 // 2)
+    server = next(m for m in memory.job_memory(config, shape) if m.role == "rollout")
+    kv_tokens = memory.kv_tokens(config, shape, server)
     remote = {seat.node for seat in seats.servers} - {seat.node for seat in seats.trainer}
     return CostModel(
         read_s=shape.parameters * DTYPE_BYTES[config.model.dtype] / BYTES_PER_S / tp,
@@ -126,6 +139,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         tree=slots.broadcast_backend(config) == "gloo",
         activate_s=nbytes / HOST_BYTES_PER_S,
         bucket_bytes=int(config.weight_sync.bucket_mib * 2**20),
+        kv_tokens=math.inf if kv_tokens is None else kv_tokens,
     )
 
 

@@ -4,7 +4,7 @@ real      controller, admission, pacing, feed, ledger and retries; router; judge
 modelled  seconds of sampling, training and transfers (`cost_model`); an answer is a token, whose id is its length,
           and the answers of a group are one trajectory
 
-One seed decides everything. Not modelled: evaluations, checkpoints, KV caches that are full, agents and tools,
+One seed decides everything. Not modelled: evaluations, checkpoints, preemptions by a full KV cache, agents and tools,
 ``in_flight: interrupt``, all adapters but the first.
 """
 
@@ -119,7 +119,7 @@ class _World:
         self.lost: dict[str, str] = {}  # since the last announcement
 
     async def outcome(self) -> SimulatedRun:
-        self.loop, seats = asyncio.get_running_loop(), self.config.rollout.max_num_seqs
+        self.loop, seats = asyncio.get_running_loop(), self.costs.seats(self.config)
         self.router = Router(self.loop.time)
         self.servers = {
             member.data_url: VirtualServer(self.costs, seats, self.scenario.slow.get(index, 1.0))
@@ -270,7 +270,7 @@ class _World:
             await spend("announce", costs.requests_s(self.tree))
             await spend("wire", costs.wire_s(self.tree))
             # A version becomes active between two iterations; the server with the longest wait counts.
-            iteration_s = costs.iteration_s(self.config.rollout.max_num_seqs)
+            iteration_s = costs.iteration_s(costs.seats(self.config))
             await spend("activate", costs.activate_s + iteration_s * self.rng.random() ** (1 / n))
             dead = {s for s in self.members if self.servers[s.data_url].silent_since is not None}
             without = without_version(self.tree, dead)
@@ -320,9 +320,11 @@ class SimulationReport:
     """A configuration simulated as it is, with a lost host of ``lost`` servers at half, and with other splits.
 
     ``splits`` are of as many devices: the ones with the most steps per hour of those simulated, the best first.
+    ``resident``: sequences of a server that fit its KV cache.
     """
 
     run: SimulatedRun
+    resident: float
     lost: int
     after_loss: SimulatedRun | None
     splits: tuple[tuple[Scenario, SimulatedRun], ...]
@@ -351,6 +353,7 @@ class SimulationReport:
             ranks = ranks[max(0, at - every + 1) : at + every]
         return cls(
             run=simulate(config, costs, alone),
+            resident=costs.resident,
             lost=lost,
             after_loss=simulate(config, costs, replace(alone, lost=lost)) if lost else None,
             splits=tuple(found[:SPLITS]),
@@ -365,6 +368,7 @@ def tables(report: SimulationReport) -> Iterator[Table]:
         ("steps per hour", f"{run.steps_per_hour:.1f}"),
         ("trainer idle", percent(run.trainer_idle)),
         ("servers idle", percent(run.servers_idle)),
+        ("sequences that fit the KV cache", f"{report.resident:,.0f}" if report.resident < math.inf else "unknown"),
         ("staleness of trained tokens", histogram(dict(run.staleness))),
         ("groups issued again as stale", stale),
     ]

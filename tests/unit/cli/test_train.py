@@ -17,7 +17,15 @@ def test_a_plan_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["run.steps=4", "rollout.servers=2", "adapters.0.sampling.prompts_per_step=4"]
     assert app.main(["plan", "--simulate", "--gpus", "5", *files, *sizes]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    for part in ("by arithmetic", "steps per hour", "staleness", "lost at half", "p99", "announce", "trainer ranks"):
+    for part in (
+        "by arithmetic",
+        "steps per hour",
+        "fit the KV cache",
+        "staleness",
+        "lost at half",
+        "p99",
+        "trainer ranks",
+    ):
         assert part in out
 
 

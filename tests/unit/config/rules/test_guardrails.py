@@ -90,7 +90,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("dense", ["trainer.cpu_offload=true"], {}, "trainer.cpu_offload", ["Megatron"]),
     ("dense", ["trainer.fsdp_shard=2"], {}, "trainer.fsdp_shard", ["tp, pp, ep and etp"]),
     ("embedded", ["trainer.moe_dispatcher=deepep"], {}, "trainer.moe_dispatcher", ["deepep", "run on GPUs", "alltoall"]),
-    ("moe", ["trainer.moe_dispatcher=hybridep", "trainer.ep=1"], {}, "trainer.moe_dispatcher", ["ep x etp = 1"]),
+    ("moe", ["trainer.moe_dispatcher=hybridep", "trainer.ep=1", "trainer.recompute=full"], {}, "trainer.moe_dispatcher", ["ep x etp = 1"]),
     ("moe", ["trainer.moe_dispatcher=deepep", "adapters.0.dropout=0.1"], {}, "trainer.moe_dispatcher", ["adapters.dropout"]),
     ("fsdp", ["trainer.moe_dispatcher=deepep"], {}, "trainer.moe_dispatcher", ["fsdp sends no tokens"]),
     ("fsdp", ["trainer.fsdp_shard=3"], {}, "trainer.fsdp_shard", ["2 ranks cannot be divided", "3 ranks each"]),

@@ -96,6 +96,7 @@ def test_an_argument_of_the_engine_that_another_key_decides_is_named() -> None:
     config = load_config(FILES, ["rollout.engine_args={max_loras: 2, enforce_eager: true}"])
     [line] = [f for f in check(config, Facts(hf_config=None)) if f.path.startswith("rollout.engine_args")]
     assert (line.path, line.reason) == ("rollout.engine_args.max_loras", "rollout.max_adapters decides it")
+    assert "rollout.engine_args.fully_sharded_loras" in merged("rollout.engine_args.fully_sharded_loras=true")
     assert "rollout.engine_args.quantization" in merged("rollout.engine_args.quantization=fp8")
     assert merged("rollout.engine_args.moe_backend=flashinfer_cutlass") == {}
 

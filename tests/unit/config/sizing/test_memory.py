@@ -15,7 +15,16 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight
-from areal_lora.config.sizing.memory import GIB, Memory, Part, job_memory, sent_bytes, source_ranks, staging_bytes
+from areal_lora.config.sizing.memory import (
+    GIB,
+    PACKED,
+    Memory,
+    Part,
+    job_memory,
+    sent_bytes,
+    source_ranks,
+    staging_bytes,
+)
 from areal_lora.config.sizing.slots import send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
@@ -80,7 +89,7 @@ def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
         assert part(estimate("trainer.tp=1", "trainer.ep=8", how)["trainer rank"], "served layer") < found / 2
 
 
-@pytest.mark.parametrize("kind", ["fp8_per_channel", "fp8_per_tensor"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"])
 def test_a_rounded_base_takes_one_byte_of_each_linear_weight(kind: str) -> None:
     whole, rounded = (
         part(estimate(*how)["server replica"], "base weights")
@@ -91,6 +100,13 @@ def test_a_rounded_base_takes_one_byte_of_each_linear_weight(kind: str) -> None:
     assert rounded < 0.53 * whole
     unknown = estimate("rollout.engine_args.quantization=mxfp8")["server replica"]
     assert part(unknown, "base weights") == whole
+
+
+def test_a_key_and_a_value_take_one_byte_each_in_fp8() -> None:
+    length = "rollout.max_model_len=4096"  # the least cache is of one sequence: 48 layers, 2 of 4 heads on a device
+    for kind, item in (("auto", 2), ("fp8", 1), ("fp8_e5m2", 1)):
+        server = estimate(length, f"rollout.engine_args.kv_cache_dtype={kind}")["server replica"]
+        assert part(server, "KV cache, least") == 4096 * 48 * 2 * (2 * 128) * item, kind
 
 
 def test_an_adapter_has_sixteen_bytes_a_parameter_and_its_cast_two() -> None:
@@ -150,7 +166,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
 
     joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
     for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
-        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint")
+        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint", PACKED)
         room = joins[stage]["room for adapters that join"]
         assert "room for adapters that join" not in fixed[stage]
         assert room.device == sum(three[stage][n].device - fixed[stage][n].device for n in names) > 0
@@ -163,7 +179,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
 
 def test_where_only_those_that_may_join_do_not_fit_it_is_a_warning() -> None:
     overrides = ["service={}", "rollout.max_adapters=20", "cluster.device_memory_gib=24", "rollout.tp=8"]
-    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16"]
+    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16", "trainer.recompute=full"]
     found = [f for f in check(load_config([MOE], overrides), FACTS) if f.path == "rollout.max_adapters"]
     assert [f.severity for f in found] == [Severity.WARNING]
     assert "the largest part is room for adapters that join" in found[0].reason
@@ -200,11 +216,12 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     layout = wire_layout(sharded, spec, "bfloat16")
     plan = pack_plan(sharded, spec, 0, layout)
     rank = next(m for m in job_memory(config, shape) if m.role == "trainer")
-    found = next(p for p in rank.parts if p.name == "publish and checkpoint")
+    found, packed = (next(p for p in rank.parts if p.name == name) for name in ("publish and checkpoint", PACKED))
     numbers = adapter_size(shape, spec).parameters // (config.trainer.ep if shape.experts else 1)
     wire = by_place(layout, send_places(config)).shards[0].nbytes
     copies, packers = 3 * 4 * numbers, 2
-    assert found.device == packers * 4 * (plan.space - plan.own) + wire
+    assert found.device == packers * 4 * (plan.space - plan.own)
+    assert (packed.device, packed.host) == (wire, 0)
     assert found.host == copies, "shards are packed on the device"
 
 
@@ -269,7 +286,7 @@ def test_virtual_stages_hold_what_the_schedule_has_in_progress(pp: int, chunks: 
 
 
 def test_recompute_and_shorter_micro_batches_need_less() -> None:
-    full, less = estimate("trainer.recompute=none")["trainer rank"], estimate()["trainer rank"]
+    full, less = (estimate(*how)["trainer rank"] for how in ((), ("trainer.recompute=full",)))
     assert part(full, "activations") > 10 * part(less, "activations")
     some, away = (estimate(f"trainer.recompute={kind}")["trainer rank"] for kind in ("selective", "offload"))
     layers, heads, width = 48, 32, 128  # with a head's log-sum-exp, 4 bytes
@@ -296,7 +313,12 @@ def test_recompute_and_shorter_micro_batches_need_less() -> None:
             Severity.WARNING,
             "largest part is activations",
         ),
-        (["cluster.device_memory_gib=8"], "trainer.world_size", Severity.ERROR, "a device has 8"),
+        (
+            ["cluster.device_memory_gib=8", "trainer.recompute=full"],
+            "trainer.world_size",
+            Severity.ERROR,
+            "a device has 8",
+        ),
         (
             ["rollout.tp=1", "rollout.servers=8", "cluster.device_memory_gib=64"],
             "rollout.tp",
@@ -369,6 +391,53 @@ def test_publishes_need_room_beside_vllms_share() -> None:
     assert (found.path, found.severity) == ("rollout.gpu_memory_utilization", Severity.ERROR)
     assert "publishes need about 0.7 GiB of a server's device, and 0.999 leaves 0.1 of 80" in found.reason
     assert check(load_config([MOE], [*keys, "rollout.kv_cache_gib=10"]), FACTS) == ()
+
+
+MERGED = "rollout.adapter_mode=merged"
+LARGE = ["trainer.world_size=32", "trainer.pp=2", "trainer.recompute=full", "rollout.servers=2", "rollout.tp=8"]
+
+
+def test_a_merged_version_has_to_fit_the_device_that_sends_it() -> None:
+    """Of 72.7 G parameters those of linear layers, in bfloat16."""
+    facts, linear = (
+        Facts(hf_config=known_config("Qwen/Qwen2.5-72B-Instruct")),
+        80 * 2 * 8192 * (8192 + 1024 + 3 * 29568 / 2),
+    )
+    rank = next(m for m in job_memory(load_config([DENSE], [MERGED]), ModelShape.from_hf(facts.hf_config or {})))
+    assert part(rank, PACKED) == pytest.approx(2 * linear, rel=0.001)
+    [found] = check(load_config([DENSE], [MERGED]), facts)
+    assert (found.path, found.severity) == ("rollout.adapter_mode", Severity.ERROR)
+    assert "the largest part is packed versions with 131" in found.reason
+    assert check(load_config([DENSE], [MERGED, "weight_sync.backend=gloo"]), facts) == ()
+
+
+def test_a_version_that_no_link_carries_in_time_is_a_warning() -> None:
+    """468 GB of 235 G parameters at 12.5 GB/s; an attempt has 12 of 30 s."""
+    sizes = [MERGED, *LARGE]
+    facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
+    [found] = check(load_config([MOE], [*sizes, "cluster.nodes=6"]), facts)
+    assert (found.path, found.severity) == ("weight_sync.timeout_s", Severity.WARNING)
+    assert "at least 37 s over a link and an attempt 12 s" in found.reason
+    assert "raise weight_sync.timeout_s to 187, and run.stall_s" in found.fix
+    longer = ["weight_sync.timeout_s=187", "run.stall_s=2000"]
+    assert check(load_config([MOE], [*sizes, "cluster.nodes=6", *longer]), facts) == ()
+    near = ["cluster.nodes=1", "cluster.devices_per_node=48"]
+    assert "weight_sync.timeout_s" not in {f.path for f in check(load_config([MOE], [*sizes, *near]), facts)}
+
+
+def test_slots_that_take_the_room_are_named_with_what_makes_them_smaller() -> None:
+    """Qwen3-235B-A22B on nodes of 8 x 80 GiB; the first fix alone is enough."""
+    sizes = [*LARGE, "cluster.nodes=6"]
+    facts = Facts(hf_config=known_config("Qwen/Qwen3-235B-A22B"))
+    [found] = check(load_config([MOE], sizes), facts)
+    assert ", 47 of them for adapter slots," in found.reason
+    assert found.fix.startswith("set rollout.expert_parallel=true, raise rollout.gpu_memory")
+    assert "rollout.tp" not in found.fix, "a node has no more devices"
+    assert check(load_config([MOE], [*sizes, "rollout.expert_parallel=true"]), facts) == ()
+    dense = load_config([DENSE], ["rollout.tp=4", "rollout.servers=4", "rollout.max_staleness=150"])
+    [found] = check(dense, Facts(hf_config=known_config("Qwen/Qwen2.5-72B-Instruct")))
+    fewer = "lower rollout.max_staleness, rollout.max_adapters or rollout.max_lora_rank"
+    assert found.fix.startswith(f"{fewer}, raise rollout.tp or rollout.gpu_memory_utilization")
 
 
 def test_a_step_of_a_server_is_as_long_as_configured_where_prompts_are_split() -> None:

@@ -42,9 +42,12 @@ def test_each_change_moves_what_it_should() -> None:
     assert rows["micro-batch x 2"].rank_device > plain.rank_device
     assert rows["micro-batch x 2"].server_device == plain.server_device
     assert rows["context x 2"].server_device > plain.server_device
-    whole = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=none"]), MOE)}
-    assert whole["full recompute"] == plain._replace(change="full recompute")
-    assert "full recompute" not in rows, "the example does it already"
+    again = {one.change: one for one in what_if(load_config([EXAMPLE], ["trainer.recompute=full"]), MOE)}
+    assert rows["full recompute"] == again[AS_IT_IS]._replace(change="full recompute")
+    assert again["no recompute"] == plain._replace(change="no recompute")
+    assert plain.rank_device > again[AS_IT_IS].rank_device
+    assert "no recompute" not in rows
+    assert "full recompute" not in again
 
 
 def test_a_longer_context_needs_no_larger_budget_where_ranks_divide_it() -> None:

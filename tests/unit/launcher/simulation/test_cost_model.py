@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import fmean
+from typing import get_args
 
 import pytest
 
 from areal_lora.config.load import load_config
+from areal_lora.config.models import TrainerConfig
+from areal_lora.config.sections.run import Recompute
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.common.arena import ParallelLayout
+from areal_lora.engine.common.micro_batches import flops_of, plans_of
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
-from areal_lora.launcher.simulation.cost_model import arithmetic, scaled
+from areal_lora.families.sites import PassSizes
+from areal_lora.launcher.simulation.cost_model import FLOPS_PER_S, arithmetic, scaled
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
 
 CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
-COSTS = arithmetic(CONFIG, ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}))
+SHAPE = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+COSTS = arithmetic(CONFIG, SHAPE)
 
 
 def members(n: int) -> list[ServerEndpoint]:
@@ -42,6 +51,38 @@ def test_relays_send_all_sources_bytes_while_the_next_bucket_arrives() -> None:
 
 def test_a_relay_makes_the_requests_to_the_servers_below_it() -> None:
     assert [COSTS.requests_s(relay_tree(members(n))) / REQUEST_S for n in (8, 32, 63, 512)] == [8, 32, 64, 79]
+
+
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+def test_the_trainer_computes_what_an_engine_counts(recompute: Recompute) -> None:
+    """A sequence of 30 k tokens: attention is more than a third of its layers."""
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"],
+        [f"trainer.recompute={recompute}", "adapters.0.sampling.max_new_tokens=30000", "rollout.max_model_len=32768"],
+    )
+    batch, layout = (
+        scoring_batch([[1] * 30_000], "a"),
+        ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0),
+    )
+    sizes = {"a": PassSizes.of(SHAPE, config.adapters[0].spec(""))}
+    flops = flops_of(plans_of(batch, layout, 30_000), batch, sizes, recompute).total()
+    assert arithmetic(config, SHAPE).trained_token_s * 30_000 * FLOPS_PER_S == pytest.approx(flops, rel=1e-3)
+
+
+def test_a_server_runs_what_its_kv_cache_holds() -> None:
+    """0.85 of 80 GiB, without base, slots, a step and the process, for keys and values of 2 heads of 48 layers."""
+    long = ["adapters.0.sampling.max_new_tokens=30000", "rollout.max_model_len=32768"]
+    files, seen = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], COSTS.kv_tokens
+    bytes_ = 0.85 * 80 * 2**30 - 30.532e9 - 5 * 2.908e9 - 3.6 * 2**30
+    assert seen == pytest.approx(bytes_ / (48 * 2 * 2 * 128 * 2), rel=0.01)
+    assert COSTS.seats(CONFIG) == CONFIG.rollout.max_num_seqs == 256, "768 tokens each"
+    config = load_config(files, [*long, "trainer.max_tokens_per_microbatch=32768"])
+    costs = arithmetic(config, SHAPE)
+    assert costs.seats(config) == int(seen / 22_500) == 21, "a prompt of 15 k tokens and half of such an answer"
+    assert costs.batch_s(config) > 2 * replace(costs, kv_tokens=math.inf).batch_s(config)
+    unknown = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device_memory_gib": None})})
+    assert arithmetic(unknown, SHAPE).seats(unknown) == 256
+    assert replace(costs, kv_tokens=1000).seats(config) == 1
 
 
 def test_lengths_are_equal_for_equal_keys_and_have_the_mean() -> None:

@@ -94,6 +94,14 @@ def test_a_slow_server_shows() -> None:
     assert slow.trainer_idle > quiet.trainer_idle
 
 
+def test_a_server_whose_kv_cache_is_full_takes_longer() -> None:
+    """A sequence has 40 tokens on average: 4 fit, a quarter of the seats, and an iteration takes nearly as long."""
+    ample, full = (simulate(config(), replace(COSTS, kv_tokens=tokens), FOUR) for tokens in (10_000, 160))
+    assert ample.taken_s == simulate(config(), COSTS, FOUR).taken_s
+    assert full.steps_per_hour < 0.6 * ample.steps_per_hour
+    assert full.trainer_idle > ample.trainer_idle
+
+
 def test_a_lost_host_is_excluded_and_costs_time() -> None:
     quiet, lost = simulate(config(), COSTS, FOUR), simulate(config(), COSTS, replace(FOUR, lost=2))
     assert quiet.excluded == {}
