@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
@@ -81,8 +82,12 @@ def test_tags_of_the_only_adapter_have_no_name(tmp_path: Path, only: str | None,
 
 
 @pytest.mark.parametrize("reader", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
-def test_steps_that_a_resume_voids_are_not_in_tensorboard(tmp_path: Path, reader: type[Any]) -> None:
+def test_steps_that_a_resume_voids_are_not_in_tensorboard(
+    tmp_path: Path, reader: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the library's readers the second one is the server's own; each file is a process of the trainer."""
+    # Files of one second and process are sorted by this number as text: 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     folder, loss = RunFolder(tmp_path), 0.0
     for first, end in ((0, 30), (20, 35), (33, 40)):
         with MetricsWriter(folder, "toy") as writer:
