@@ -71,7 +71,7 @@ def with_overrides(folder: RunFolder, overrides: Sequence[str]) -> Config:
     if fixed:
         fix = "leave it out; a copy of the folder is a run of its own"
         raise ConfigError(fixed[0], "the run folder decides name and root of its run", fix)
-    return moved_here(load_config([folder.config], overrides), folder)
+    return moved_here(load_config([read_config(folder).model_dump(mode="json")], overrides), folder)
 
 
 def run_names(incomplete: str = "") -> list[str]:

@@ -36,13 +36,22 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 def read_config(run_folder: RunFolder) -> Config:
     """Inverse of :func:`write_config`. Raises ConfigError for one that is missing, cut short or of another version."""
     try:
-        return Config.model_validate(json.loads(_content(run_folder)))
+        return Config.model_validate(_as_of_now(json.loads(_content(run_folder))))
     except json.JSONDecodeError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"
         raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
     except ValidationError as error:
         reason = f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed"
         raise ConfigError(str(run_folder.config), reason, "set another run.name, or start over with --fresh") from None
+
+
+def _as_of_now(data: Any) -> Any:
+    """What earlier commits recorded, without `workflow.max_turns`, which counted for `multi_turn` alone."""
+    for adapter in data.get("adapters", ()) if isinstance(data, dict) else ():
+        workflow = adapter.get("workflow", {})
+        if "betas" not in adapter.get("optimizer", {}) and workflow.get("kind") != "multi_turn":
+            workflow.pop("max_turns", None)
+    return data
 
 
 def read_config_here(run_folder: RunFolder) -> Config:

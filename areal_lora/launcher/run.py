@@ -223,9 +223,12 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
     if errors := [finding.error() for finding in findings if finding.severity is Severity.ERROR]:
         raise ConfigErrors(errors)
     _warn(findings, err)
-    for check in (task_problems, reward_problems):
-        if problems := list(check(config, online=starts)):
-            raise ConfigErrors(problems)
+    for problems in (
+        task_problems(config, online=starts, resumed=previous is not None),
+        reward_problems(config, online=starts),
+    ):
+        if found := list(problems):
+            raise ConfigErrors(found)
     _warn(prompt_findings(config, online=starts), err)
     config = resolve_targets(config, facts)
     return PreparedRun(config=config, plan=make_plan(config, facts), download=needed)

@@ -103,7 +103,9 @@ def constant_reward(steps: Steps) -> str | None:
 def no_gradient(steps: Steps) -> str | None:
     if constant_reward(steps) or not all(step.flat for step in steps[-NEEDED:]):
         return None
-    return "no gradient: the rewards of each group are equal: raise sampling.n_samples, or change the problems"
+    masked = all(step.metrics.get("train/truncated") == 1.0 for step in steps[-NEEDED:])
+    why = "all answers are truncated" if masked else "the rewards of each group are equal"
+    return f"no gradient: {why}: raise sampling.n_samples or max_new_tokens, or change the problems"
 
 
 def cut_answers(steps: Steps) -> str | None:

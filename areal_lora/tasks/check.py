@@ -27,7 +27,7 @@ from areal_lora.tasks.word_problems import Split
 from areal_lora.types import Outcome
 
 
-def joining(config: Config, adapter: AdapterConfig, *, online: bool) -> AdapterConfig:
+def joining(config: Config, adapter: AdapterConfig, *, online: bool, resumed: bool = False) -> AdapterConfig:
     """``adapter`` with resolved targets, once it has passed the rules of a start for the run of ``config``.
 
     Raises ConfigError or ConfigErrors with keys of the adapter's section, and what `task_problems` raises.
@@ -36,7 +36,7 @@ def joining(config: Config, adapter: AdapterConfig, *, online: bool) -> AdapterC
     single = alone(config.model_copy(update={"service": None}), adapter)
     facts = gather_facts(single, runs_here=False)
     findings = [f for f in check(single, facts) if f.severity is Severity.ERROR and f.path.startswith("adapters")]
-    errors = [finding.error() for finding in findings] or list(task_problems(single, online=online))
+    errors = [finding.error() for finding in findings] or list(task_problems(single, online=online, resumed=resumed))
     if not errors and (finding := unserved(config, adapter, facts)) is not None:
         errors = [finding.error()]
     if errors:
@@ -44,8 +44,10 @@ def joining(config: Config, adapter: AdapterConfig, *, online: bool) -> AdapterC
     return resolve_targets(single, facts).adapters[0]
 
 
-def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
+def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Iterator[ConfigError]:
     """Yield the first problem of each adapter's task. Hub data sets are read, and downloaded, only if ``online``.
+
+    Where a run is ``resumed`` its rows stay as they are: gold answers without a number are no problem then.
 
     Raises EnvironmentError_ if a hub data set or a package is not available.
     """
@@ -55,7 +57,7 @@ def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
         for key, task, splits in own + [(key, task, ("eval",)) for key, task in sets if task is not None]:
             if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
                 continue
-            problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward)
+            problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward, resumed)
             if problem is None and key == "task" and (adapter.sft.steps or adapter.sampling.staged is not None):
                 try:
                     samples = load_samples(task, "train")
@@ -70,7 +72,12 @@ def task_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
 
 
 def _problem(
-    at: str, key: str, task: sections.TaskConfig, splits: Sequence[Split], rewards: sections.RewardsConfig
+    at: str,
+    key: str,
+    task: sections.TaskConfig,
+    splits: Sequence[Split],
+    rewards: sections.RewardsConfig,
+    resumed: bool,
 ) -> ConfigError | None:
     """The first problem of one task, which is at ``key`` of the adapter at ``at``."""
     try:
@@ -86,7 +93,7 @@ def _problem(
                 f"{reward.kind} compares with a gold answer, and {without.uid} has none",
                 f"name its column in {key}.columns.answer, or use a reward of your own",
             )
-        if isinstance(reward, sections.BuiltInReward) and reward.kind == "numeric_match":
+        if not resumed and isinstance(reward, sections.BuiltInReward) and reward.kind == "numeric_match":
             golds = [sample.gold for samples in loaded for sample in samples]
             if unread := [gold for gold in golds if extract_answer(gold) is None]:
                 reason = f"{len(unread)} of {len(golds)} gold answers state no number, the first is {unread[0][-40:]!r}"

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +24,9 @@ from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
 
 N_NAMED = 5  # prompts left out that are named
-PLACES = {"python", "workers", "memory_gib"}
-"""Keys that change no result."""
+PLACES = {"python", "workers", "memory_gib", "timeout_s", "url", "key_env"}
+"""Keys of workflows and rewards that are not what is measured: another job has other hosts."""
+ANSWERS = {"n_samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop"}
 
 log = get_logger(__name__)
 
@@ -124,12 +126,21 @@ def measure_of(adapter: AdapterConfig, chosen: EvalSet) -> str:
     ]
     return _digest(
         problems=problems,
-        set=chosen.config.model_dump(mode="json", exclude={"name", "task"}),
-        sampling=chosen.sampling.model_dump(mode="json", exclude={"prompts_per_step", "timeout_s"}),
-        workflow=chosen.workflow.model_dump(mode="json", exclude=PLACES),
-        format=chosen.formatter.how.model_dump(mode="json"),
-        rewards=[adapter.reward_weights, *(r.model_dump(mode="json", exclude=PLACES) for r in adapter.rewards)],
+        threshold=chosen.config.correct_threshold,
+        sampling=chosen.sampling.model_dump(mode="json", include=ANSWERS, exclude_defaults=True),
+        workflow=_kept(chosen.workflow),
+        format=_kept(chosen.formatter.how),
+        rewards=[adapter.reward_weights, *map(_kept, adapter.rewards)],
     )
+
+
+def _kept(section: Any) -> dict[str, Any]:
+    """The keys of ``section`` that are set, without ``PLACES``; of files their names."""
+    found: dict[str, Any] = section.model_dump(mode="json", exclude=PLACES, exclude_defaults=True)
+    for key in ("path", "env"):
+        if isinstance(place := found.get(key), str):
+            found[key] = "" if "://" in place else Path(place).name
+    return found | {"kind": section.kind}
 
 
 def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | None:
@@ -148,6 +159,7 @@ def base_key(config: Config, adapter: AdapterConfig, chosen: EvalSet) -> str | N
         measure=chosen.measure,
         base=[model.path, model.commit, model.dtype],
         limits=[config.rollout.max_model_len, chosen.held_out.left_out, chosen.sampling.timeout_s],
+        places=[chosen.workflow.model_dump(mode="json"), *(r.model_dump(mode="json") for r in adapter.rewards)],
         random=[chosen.name, adapter_run(config, adapter).seed] if at_random else None,
     )
 

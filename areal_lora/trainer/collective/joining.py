@@ -65,7 +65,8 @@ def prepared(config: Config, run_folder: RunFolder, desired: DesiredAdapter) -> 
 
     Raises an ArealLoraError that states what is wrong with it, its task or its checkpoints.
     """
-    adapter = joining(config, joined(config, desired), online=True)
+    wanted = joined(config, desired)
+    adapter = joining(config, wanted, online=True, resumed=run_folder.adapter_checkpoints(wanted.name).is_dir())
     single = alone(config, adapter)
     [checkpoint] = chosen(explain(run_folder, single), single)
     rows = probe_rows(config, adapter, load_tokenizer(config.model.folder))

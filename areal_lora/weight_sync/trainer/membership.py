@@ -100,7 +100,8 @@ def judge(
     if not lost and retried:
         lost = [f for f in failed if not f.full]
         lost = [f for f in lost if not f.unsent] or lost
-        lost = [f for f in lost if f.server in before] or lost
+        # One that joins now was in no attempt before.
+        lost = [f for f in lost if f.server in before or (f.joining and f.busy)] or lost
         lost = [f for f in lost if f.busy] or lost
         lost = [f for f in lost if f.joining] or lost
     keep = tuple(f.server for f in findings if f not in lost)

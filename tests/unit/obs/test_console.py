@@ -81,7 +81,7 @@ def test_flat_rewards_are_named_once_in_place_of_their_consequence(tmp_path: Pat
     with MetricsWriter(RunFolder(tmp_path)) as writer:
         for i in range(9):
             moved = 0.1 if i == 5 else 0.0
-            writer.write(step(i, reward_mean=0.0, groups_equal=1.0, grad_norm=moved))
+            writer.write(step(i, reward_mean=0.0, groups_equal=0.9, grad_norm=moved))  # of all answered groups
             writer.write(PublishRecord(version=i + 1, total_ms=1.0, probe_mean_abs=0.0, differs_from_base=i >= 5))
     view.stop()
     [found] = [line.split("] ", 1)[1] for line in out.getvalue().splitlines() if "step " not in line[:14]]

@@ -48,5 +48,6 @@ def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compare
     assert problem.path == "adapters.0.reward.kind"
     assert problem.reason == "4 of 40 gold answers state no number, the first is 'B'"
     assert "math_verify" in problem.fix
+    assert not list(task_problems(load_config(FILES, keys), online=False, resumed=True)), "its rows stay"
     for reward in ("math_verify", "none"):
         assert not list(task_problems(load_config(FILES, [*keys, f"adapters.0.reward.kind={reward}"]), online=False))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.sections.task import EvalSetConfig, FunctionReward, WordProblemsTask
+from areal_lora.config.sections.task import EvalSetConfig, FunctionReward, JudgeReward, WordProblemsTask
 from areal_lora.errors import RolloutError
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.rollout.channel.channel_messages import EvalResult
@@ -107,6 +107,12 @@ def test_a_measure_is_of_problems_answers_and_rewards_and_not_of_limits_and_plac
     function, same = FunctionReward(path="m:f"), FunctionReward(path="m:f", workers=3)
     assert measures() == measures(**sampling(timeout_s=4.0)) == measures(init_from="folder", seed=7)
     assert measures(reward=function) == measures(reward=same)
+    here, there = (FunctionReward(path=f"/jobs/{job}/r.py:f", timeout_s=job) for job in (1, 2))
+    assert measures(reward=here) == measures(reward=there) != measures(reward=function)
+    first, second = (JudgeReward(url=f"http://n{job}:8000/v1", model="m", prompt="p") for job in (1, 2))
+    assert measures(reward=first) == measures(reward=second)
+    assert measures(reward=first) != measures(reward=first.model_copy(update={"model": "n"}))
+    assert keys(reward=here) != keys(reward=there), "the base's result is that of one place"
     changed = [{"reward": function}, a_set(n=5), a_set(correct_threshold=0.5), sampling(max_new_tokens=7)]
     assert len({measures(), *(measures(**fields) for fields in changed)}) == 5
 

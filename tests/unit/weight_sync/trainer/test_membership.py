@@ -57,6 +57,13 @@ def test_all_acknowledged():
     assert judged(ServerFinding(server=A), ServerFinding(server=B)) == (["server-0", "server-1"], [], True)
 
 
+def test_a_server_that_joins_at_the_retry_and_hangs_is_lost_in_place_of_the_one_that_failed_before():
+    failed = [ServerFinding(server=each, error=BROKEN) for each in (A, B)]
+    hangs = ServerFinding(server=C, error=BROKEN, busy=True, joining=True)
+    assert judged(*failed, hangs, retried=True, before=(A,))[1] == ["server-2"]
+    assert judged(*failed, ServerFinding(server=C), retried=True, before=(A,))[1] == ["server-0"]
+
+
 @pytest.mark.parametrize("retried", [False, True])
 def test_a_silent_server_is_lost_and_the_rest_goes_on(retried):
     silent = ServerFinding(server=B, error=SILENT, alive=False)
