@@ -289,6 +289,7 @@ class TrainBatch:
     whether any trajectory of its sample is. ``baselines[i]``: see `TrajectoryGroup`, NaN where there is none;
     ``components[i]``: the reward's C named parts. ``values[t]`` is a critic's value of the state before token t,
     ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``only``: of all micro-batches passes compute those that have one of these sequences, of which there are some.
     ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice; ``old_routes[t]``: what the
     proximal pass chose. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
     ``log_mass``: see `TokenColumns`.
@@ -306,6 +307,7 @@ class TrainBatch:
     given: torch.Tensor  # [N] bool
     adapters: tuple[str, ...]  # [N]
     held: torch.Tensor | None = None  # [N] bool; None: all
+    only: torch.Tensor | None = None  # [N] bool; None: all
     truncated: torch.Tensor | None = None  # [N] bool; None: no sequence
     baselines: torch.Tensor | None = None  # [N] fp32
     components: torch.Tensor | None = None  # [N, C] fp32

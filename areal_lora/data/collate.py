@@ -29,7 +29,8 @@ from areal_lora.types import ArrayLike, TrainBatch
 
 # fmt: off
 PER_SEQUENCE = (
-    "shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "truncated", "baselines", "components",
+    "shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "only", "truncated", "baselines",
+    "components",
 )
 # fmt: on
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
@@ -97,9 +98,11 @@ def _routes(packed: PackedGroups) -> Tensor | None:
     shape, flat = packed.shape, packed.routes
     if shape is None or flat is None:
         return None
-    experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
-    if shape.dtype == "<u1":
-        experts[experts == 255] = -1
+    if shape.dtype == "<u1":  # 255 + 1 is 0: half the time of a comparison and a masked store
+        experts = (flat.view("<u1") + np.uint8(1)).astype(np.int16)
+        experts -= 1
+    else:
+        experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
     return torch.from_numpy(experts.reshape(-1, shape.layers, shape.per_token))
 
 
@@ -308,6 +311,7 @@ def plan_microbatches(
     multiple: int = 1,
     uniform: bool = False,
     rounds: int = 1,
+    only: Sequence[bool] | None = None,
 ) -> list[MicroPlan]:
     """Distribute the trees over micro-batches and data-parallel ranks, so that ranks wait little for each other.
 
@@ -319,7 +323,8 @@ def plan_microbatches(
     and its parts repeat the shared start. A single sequence beyond the budget gets a micro-batch of its own. Sizes
     are rounded up to ``multiple`` (sequence parallelism splits the tokens). ``uniform`` gives every micro-batch the
     same size (pipeline stages pre-allocate), and their number is a multiple of ``rounds`` (virtual stages take turns):
-    the last ones may be padding only. Every sequence is computed exactly once.
+    the last ones may be padding only. Every sequence is computed exactly once; with ``only`` [N], micro-batches without
+    any of these are omitted.
     """
     total = sum(tree.size(lengths) for tree in trees)
     count = -(-total // (dp * token_budget * rounds)) * rounds or rounds
@@ -349,6 +354,8 @@ def plan_microbatches(
         if largest := max(_load(part, lengths) for part in held):
             rounded = -(-largest // multiple) * multiple
             plans.append(MicroPlan(trees=tuple(map(tuple, held)), n_tokens=rounded))
+    if only is not None:
+        plans = [p for p in plans if any(only[i] for trees in p.trees for tree in trees for i in tree.sequences)]
     if uniform:
         frame = max((plan.n_tokens for plan in plans), default=0)
         plans = [MicroPlan(trees=plan.trees, n_tokens=frame) for plan in plans]

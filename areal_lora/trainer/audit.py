@@ -294,16 +294,17 @@ class Auditor:
             self._servers, self._active[ref.name] = servers, ref.version
             self._changed.notify_all()
 
-    def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float, *, base: bool) -> None:
+    def start(self, ref: AdapterRef, batch: TrainBatch, temperature: float, *, base: bool) -> list[int]:
         """Start the audit of the ``batch`` that trains ``ref``, unless another one is running; with ``base`` (`audit`)
-        behind that.
+        behind that. Return the numbers of its sequences.
         """
         self._take(wait=False)
         if self._running and not base:
             self._keep(Audit(adapter=ref.name, missing="the audit of an earlier batch is still running"))
-            return
+            return []
         excerpts = choose(batch, ref.name, ref.version, self._max_tokens, self._kept_caches)
         self._running.append(self._pool.submit(self._audit, ref, excerpts, temperature, base))
+        return sorted({excerpt.sequence for excerpt in excerpts})
 
     def collect(self, name: str, *, wait: bool = False) -> Audit | None:
         """Return the merged audits of ``name`` that ended since its last call, or None.

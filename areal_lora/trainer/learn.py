@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from areal_lora.algorithms.losses import denominator, gradient_scale, policy_los
 from areal_lora.algorithms.mismatch import after_change, is_shifted, shift_votes
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
-from areal_lora.data.collate import split_minibatches
+from areal_lora.data.collate import HOST, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
@@ -25,7 +26,7 @@ ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
 CAUSES_STEPS = 16
-"""Every so many steps a batch is also scored without what may be a cause of the mismatch (`measures_causes`)."""
+"""Every so many steps audited sequences are also scored without what may be a cause of the mismatch."""
 EVIDENCE = 0.1
 """Part of the limit of alignment below which the base is not scored: a mismatch that rounding explains. Where servers
 round the base by themselves, any is of interest."""
@@ -37,7 +38,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variants:
-    """Log-probabilities [T] fp32 of the policy before the step; None: not measured, the cause has no evidence.
+    """Log-probabilities [T] fp32 of the policy before the step, of audited sequences and those of their micro-batches,
+    0 for others; None: not measured, the cause has no evidence.
 
     With the experts of its ``own`` choice, from which the routes differ in ``flips``; over the ``whole`` vocabulary,
     where sampling truncated, and both (``free``); of the ``base``, along no routes; and by the weights that servers
@@ -210,11 +212,12 @@ def learn(
     lr: float,
     kept_caches: bool = False,
     served_as: ServedAs | None = None,
+    audited: Sequence[int] = (),
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
     A critic takes its own on the same minibatches; a reference may be renewed. A minibatch without trained tokens takes
-    none. ``served_as`` is the weights' part in a mismatch.
+    none. ``served_as`` is the weights' part in a mismatch, whose causes are measured of the sequences ``audited``.
 
     Raises:
         AlignmentError: the batch's log-probabilities are shifted by one token, or, before any weight has moved, they
@@ -228,7 +231,10 @@ def learn(
     totals: Counter[str] = Counter()
     stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
-    variants = unmoved(engine, adapter, batch, served_as) if measures_causes(version) else Variants()
+    only = torch.zeros(batch.n_sequences, dtype=torch.bool, device=HOST)
+    only[[*audited]] = True
+    sample = replace(batch, only=only) if audited else None
+    variants = unmoved(engine, adapter, sample, served_as) if sample else Variants()
     scores, before = None, batch.prox_logprobs
     if need_entropy or (before is None and adapter.config.minibatches == 1):
         scores = batch.rewards.new_zeros(batch.n_tokens, *(2,) * need_entropy)
@@ -266,8 +272,8 @@ def learn(
     renew(engine, adapter, version + 1)
     least = EVIDENCE * ALIGNMENT_LIMITS[base_dtype] if served_as is None else 0.0
     differs = totals["behaviour_abs"] > least * totals["sampled_tokens"]
-    if measures_causes(version) and differs and served_as != "merged":  # such servers have no base
-        bare = replace(batch, kept=None, routes=None)
+    if sample and differs and served_as != "merged":  # such servers have no base
+        bare = replace(sample, kept=None, routes=None)
         variants = replace(variants, base=engine.logprobs(bare, adapter=None, temperature=temperature))
         if served_as is not None:
             served = engine.served(bare, served_as, adapter=None, temperature=temperature)

@@ -40,7 +40,7 @@ from areal_lora.trainer.collective.operating import conclude, copy_state, operat
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate, measures_causes
 from areal_lora.trainer.training_state import Trainer
 from areal_lora.trainer.versions.checkpointing import export_adapter
-from areal_lora.types import AdapterPhase, AdapterRef
+from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 
 
 def train(trainer: Trainer) -> None:
@@ -116,9 +116,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     with spans.span("collate"):
         batch, histogram = batch_of(trainer, state, packed)
     reached("trainer.batch_received")
-    if trainer.rank_0:
-        base, temperature = measures_causes(state.version), adapter.config.sampling.temperature
-        trainer.rank_0.auditor.start(state.ref, batch, temperature, base=base)
+    audited = start_audit(trainer, state, batch)
     with spans.span("annotate"):
         record = trainer.config.behaviour.router_replay == "old"
         batch = annotate(trainer.engine, adapter, batch, record=record)
@@ -136,6 +134,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
             lr=lr,
             kept_caches=trainer.config.rollout.in_flight == "keep",
             served_as=trainer.config.rollout.served_as,
+            audited=audited,
         )
     spans.take(trainer.engine.spans)
     audit, memory = collect_audit(trainer, state), trainer.engine.memory()
@@ -149,6 +148,18 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
     check_finite(state, report)
     save_and_publish(trainer, state)
     enter(trainer, state, state.due_phase)
+
+
+def start_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> list[int]:
+    """Start the audit of ``batch``. In a step that measures causes return its sequences on every rank, else none."""
+    causes, chosen = measures_causes(state.version), list[int]()
+    if trainer.rank_0:
+        temperature = state.adapter.config.sampling.temperature
+        chosen = trainer.rank_0.auditor.start(state.ref, batch, temperature, base=causes)
+    if not causes:
+        return []
+    text = " ".join(map(str, chosen)).encode()
+    return [*map(int, trainer.control.broadcast_bytes(text if trainer.control.rank == 0 else None).split())]
 
 
 def finish(trainer: Trainer, state: TrainingState) -> None:

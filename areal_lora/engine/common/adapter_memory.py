@@ -196,15 +196,16 @@ class Packer:
             yield end
 
     def tensors(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """The fp32 tensors of the shard, in the memory of `sections`. Collective like `fill`."""
+        """The fp32 tensors of the shard, in host memory of their section. Collective like `fill`."""
         for start, held, section in self.sections(weights, groups):
+            host = section.cpu()
             for t in held:
-                yield t.name, section[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
+                yield t.name, host[(t.offset - start) // 4 :][: math.prod(t.shape)].view(t.shape)
 
     def sections(
         self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[int, tuple[WireTensor, ...], Tensor]]:
-        """(start in the shard, tensors, their fp32 numbers in host memory of their own). Otherwise like `fill`."""
+        """(start in the shard, tensors, their fp32 numbers in a copy on the device). Otherwise like `fill`."""
         for first, last in self._ready(weights, groups):
             shard = self.shard
             assert shard is not None
@@ -212,7 +213,7 @@ class Packer:
             end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
             section = torch.empty((end - start) // 4, device=weights.device)
             self._copy(weights, section.view(torch.uint8), (first, last), start)
-            yield start, shard.tensors[first:last], section.cpu()
+            yield start, shard.tensors[first:last], section
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
         """Gather the split ranges; yield the (first, last) tensors of each section."""

@@ -212,7 +212,7 @@ def copy_state(
             sections = packer.sections(source, groups)
             for done in range(SLICE_BYTES, most + SLICE_BYTES, SLICE_BYTES):
                 for start, _, section in sections:
-                    values[start // 4 :][: len(section)] = section.numpy()
+                    torch.from_numpy(values[start // 4 :][: len(section)]).copy_(section)
                     if start + section.nbytes >= min(done, values.nbytes):
                         break
                 yield

@@ -31,7 +31,7 @@ Nothing else of a micro-batch outlives its passes: masks and activations of all 
 
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
-    """The micro-batches of ``batch``, equal on every rank. Starts are shared within a group and an adapter."""
+    """The micro-batches of a pass over ``batch``, equal on every rank. Starts are shared within a group and adapter."""
     lengths = batch.cu_seqlens.diff().tolist()
     of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
     shared = batch.shared_starts.numpy() * [False, *(a == b for a, b in pairwise(of))]
@@ -43,6 +43,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         multiple=layout.chunk * layout.tp * (1 if layout.cp == 1 else 2 * layout.cp),
         uniform=layout.pp > 1,
         rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
+        only=None if batch.only is None else batch.only.tolist(),
     )
 
 

@@ -396,7 +396,7 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """All tensors that a loss reads; common starts, routes and kept ids are for `pack`, and stay on the host."""
-    host = "shared_starts", "routes", "old_routes", "kept"
+    host = "only", "shared_starts", "routes", "old_routes", "kept"
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in host}
     return replace(
         batch, **{name: upload(value, device) for name, value in values.items() if isinstance(value, Tensor)}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.distributed.engine_ranks import Case, make_rows
 from tests.support.distributed.oracle import OUTER, make_model, random_adapter
-from tests.support.distributed.served_ranks import KINDS, score_as_served
+from tests.support.distributed.served_ranks import KINDS, ONLY, score_as_served
 from tests.support.distributed.spawn import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
 CASES = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
-    Case("etp2", 2, f"moe{OUTER}", etp=2),
+    Case("etp2", 2, f"moe{OUTER}", etp=2, budget=75),
     Case("pp2, virtual", 2, "moe", pp=2, stages=(1, 1, 1, 1), budget=60),
     Case("cp2", 2, "dense", cp=2, budget=75),
     Case("shared expert, tp2", 2, "qwen2_moe", tp=2),
-    Case("fsdp2", 2, "moe", engine="fsdp"),
-    Case("fsdp2, shared expert", 2, "qwen2_moe", engine="fsdp"),
+    Case("fsdp2", 2, "moe", engine="fsdp", budget=75),
+    Case("fsdp2, shared expert", 2, "qwen2_moe", engine="fsdp", budget=75),
     Case("fsdp2, cp2", 2, "dense", engine="fsdp", cp=2, budget=75),
 ]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -118,3 +118,15 @@ def test_scores_are_those_of_the_weights_that_servers_hold(world: World, case: C
     assert np.abs(found["lora"] - truth(path, "base")).mean() > 100 * TOLERANCE
     assert np.abs(found["merged"] - found["lora"]).max() < TOLERANCE
     assert [rank[case.name]["moved"] for rank in seen] == [[], []], "the base is as it was"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_of_a_few_sequences_the_micro_batches_that_have_them_are_scored(world: World, case: Case) -> None:
+    found, rows = world[1][0][case.name], make_rows()
+    bounds = np.cumsum([0, *map(len, rows)])[1:-1]
+    for few, every in (("only", "lora"), ("only served", KINDS[0])):
+        scored = [bool(own.any()) for own in np.split(found[few], bounds)]
+        assert scored[ONLY]
+        assert not all(scored)
+        for own, whole, there in zip(np.split(found[few], bounds), np.split(found[every], bounds), scored, strict=True):
+            assert np.abs(own - whole).max() < TOLERANCE or not there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from tests.support.distributed.engine_ranks import (
 )
 
 KINDS: tuple[ServedAs, ...] = ("fp8_per_channel", "fp8_per_tensor", "merged")
+ONLY = 5  # of the sequences
 
 
 def score_as_served(paths: dict[str, str], cases: list[Case], wires: dict[str, dict[str, np.ndarray]]) -> Any:
-    """By layout: scores [T] by what servers hold, the policy's own, and which base weights have changed."""
+    """By layout: scores [T] by what servers hold, the policy's own, some of `ONLY`; which base weights have changed."""
     found = {}
     for case in cases:
         engine = build(paths[case.model], case)
@@ -35,6 +37,11 @@ def score_as_served(paths: dict[str, str], cases: list[Case], wires: dict[str, d
             dist.all_reduce(own, dist.ReduceOp.MIN)
             seen[kind] = own.numpy()
         seen["lora"] = scores(engine, batch, adapter="a")
+        few = replace(batch, only=torch.arange(batch.n_sequences) == ONLY)
+        seen["only"] = scores(engine, few, adapter="a")
+        own = engine.served(few, KINDS[0], adapter=None)
+        dist.all_reduce(own, dist.ReduceOp.MIN)
+        seen["only served"] = own.numpy()
         seen["moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
         found[case.name] = seen
         del engine, frozen

@@ -56,6 +56,7 @@ class RecordedEngine:
         self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
         self.value, self.resident = torch.full_like(logprobs, 0.25).detach(), list[tuple[str, str]]()
         self.updates: list[TrainBatch] = []
+        self.only: list[torch.Tensor | None] = []  # of passes that score
         self.discarded: list[str] = []
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
         self.dropped: torch.Tensor | None = None  # what a training pass says in place of ``answer``: dropout
@@ -67,6 +68,7 @@ class RecordedEngine:
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         self.asked.append(adapter)
+        self.only.append(batch.only)
         return self._of(batch) if adapter or self.base is None else self.base
 
     def own_choice(self, batch: TrainBatch, *, adapter: str, temperature: float = 1.0) -> tuple[torch.Tensor, float]:

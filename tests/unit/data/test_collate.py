@@ -113,6 +113,22 @@ def test_routes_are_those_of_each_token(experts: int) -> None:
     assert collate(PackedGroups.of(groups)).routes is None
 
 
+@pytest.mark.parametrize(("experts", "values"), [(255, 1 << 8), (4000, 1 << 16)])
+def test_routes_keep_every_number_and_the_largest_is_minus_one(experts: int, values: int) -> None:
+    shape = RouteShape(layers=1, per_token=1, experts=experts)
+    tokens, numbers = 1 << 8, np.arange(values).astype(shape.dtype)
+    want = np.append(np.arange(values - 1), -1).astype(np.int16)
+    for first in range(0, values, tokens):
+        one = _trajectory("a", tokens - 2, 2, 4, 0.0, 0)
+        assert len(one.token_ids) == tokens
+        its = slice(first, first + tokens)
+        one = replace(one, columns=one.columns.routed(numbers[its].tobytes()))
+        routes = collate(PackedGroups.of([TrajectoryGroup(uid="0:a", trajectories=(one,))], shape)).routes
+        assert routes is not None
+        assert routes.dtype == torch.int16
+        assert routes.flatten().tolist() == want[its].tolist()
+
+
 def test_routes_of_another_model_are_refused() -> None:
     one = GROUPS[0].trajectories[0]
     wrong = replace(one, columns=one.columns.routed(bytes(5 * len(one.token_ids))))

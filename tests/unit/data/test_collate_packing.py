@@ -157,6 +157,11 @@ def test_the_plan_is_that_of_the_first_number_of_micro_batches_that_fits(seed: i
     assert len(plans) == (-(-filled // rounds) * rounds)
     assert sorted(tree.size(lengths) for plan in plans for part in plan.trees for tree in part) == sizes
 
+    only = [random.random() < 0.1 for _ in lengths]
+    few = plan_microbatches(trees, lengths, dp=dp, token_budget=budget, rounds=rounds, uniform=rounds > 1, only=only)
+    wanted = [p.trees for p in plans if any(only[i] for part in p.trees for tree in part for i in tree.sequences)]
+    assert [plan.trees for plan in few] == wanted + [((),) * dp] * (-len(wanted) % rounds)
+
 
 @given(lengths=LENGTHS, dp=st.integers(1, 5))
 def test_ranks_get_equal_shares(lengths: list[int], dp: int) -> None:

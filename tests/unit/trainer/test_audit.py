@@ -254,7 +254,7 @@ def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_los
         auditor.activated(REF, (one.endpoint,))
         auditor.start(REF, logprobs_rolled_within(batch(3, "finish"), 1), 1.0, base=False)
         assert asked.wait(120.0)
-        auditor.start(REF, batch(4, "finish"), 1.0, base=False)
+        assert auditor.start(REF, batch(4, "finish"), 1.0, base=False) == []
         skipped = auditor.collect("math")
         assert skipped is not None
         assert (skipped.tokens, skipped.silent_steps) == (0, 1)
@@ -296,7 +296,7 @@ def test_tokens_are_scored_under_the_version_in_training_once_it_is_active(base:
     with served(server(0.0)) as one:
         auditor = Auditor(SECRET, FP32[0], timeout_s=120.0, max_model_len=128)
         auditor.activated(replace(REF, version=NOW - 1), (one.endpoint,))
-        auditor.start(REF, made, 1.0, base=base)
+        chosen = auditor.start(REF, made, 1.0, base=base)
         late = threading.Timer(0.3, lambda: auditor.activated(REF, (one.endpoint,)))
         late.start()
         found = auditor.collect("math", wait=True)
@@ -306,6 +306,8 @@ def test_tokens_are_scored_under_the_version_in_training_once_it_is_active(base:
     again = found.rescored
     assert again is not None
     assert (again.version, len(set(again.at)), len(again.at)) == (NOW, found.tokens, found.tokens)
+    ends = made.cu_seqlens[1:]
+    assert torch.searchsorted(ends, torch.tensor(again.at), right=True).unique().tolist() == chosen
     scores = again.scores
     assert scores.recorded.tolist() == scores.kept.tolist() == made.rollout_logprobs[again.at].tolist()
     bounds, texts = made.cu_seqlens.tolist(), made.token_ids.tolist()

@@ -340,16 +340,20 @@ def test_log_probabilities_before_the_step_are_reported_without_a_pass_for_them(
     assert _learn(engine, moved, batch).logprobs is None, "the second minibatch is of a policy that has moved"
 
 
-@pytest.mark.parametrize("version", [4, 3, 19])
-def test_a_batch_is_scored_without_each_possible_cause_of_a_mismatch_every_sixteenth_step(version: int) -> None:
-    made, measures = make_batch(), version != 4
+@pytest.mark.parametrize("audited", [[], [2], [0, 3]])
+def test_audited_sequences_are_scored_without_each_possible_cause_of_a_mismatch(audited: list[int]) -> None:
+    made, measures = make_batch(), bool(audited)
     batch = replace(made, routes=torch.zeros(11, 2, 2, dtype=torch.int16), kept=torch.zeros(11, 1, dtype=torch.int32))
     engine, adapter = RecordedEngine(batch.rollout_logprobs), make_adapter()
 
     def variants(batch: TrainBatch, served_as: ServedAs | None = None) -> Variants:
         engine.asked.clear()
+        engine.only.clear()
         ready, names = annotate(engine, adapter, batch), {"base_dtype": "bfloat16", "served_as": served_as}
-        return learn(engine, adapter, ready, version=version, lr=0.5, **names).variants
+        found = learn(engine, adapter, ready, version=4, lr=0.5, audited=audited, **names).variants
+        assert all(only.nonzero().flatten().tolist() == audited for only in engine.only)
+        assert all(update.only is None for update in engine.updates)
+        return found
 
     found = variants(batch)
     assert (found.own is not None) == (found.whole is not None) == measures == (engine.asked == ["gsm8k"] * 3)

@@ -19,9 +19,9 @@ from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import catch_up, collect_audit, join_checkpoint, next_work
-from areal_lora.trainer.loop import save_and_publish
+from areal_lora.trainer.loop import save_and_publish, start_audit
 from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work
-from areal_lora.types import AdapterPhase
+from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.clocks import seen
 from tests.support.distributed.spawn import RanksFailed, run_ranks
@@ -34,7 +34,7 @@ PACKED = PackedGroups.of([episode(stream().at(p), version=3).group for p in rang
 
 def state(name: str, version: int = 3, steps: int = 9) -> TrainingState:
     run = SimpleNamespace(max_staleness=1, steps=steps, weight=1.0)
-    config = SimpleNamespace(is_client=False)
+    config = SimpleNamespace(is_client=False, sampling=SimpleNamespace(temperature=1.0))
     made = TrainingState(adapter=SimpleNamespace(name=name, run=run, config=config), version=version)  # type: ignore[arg-type]
     made.phase = made.due_phase
     return made
@@ -239,6 +239,27 @@ class Auditor:
 
     def collect(self, name: str, *, wait: bool) -> Audit | None:
         return self._audit
+
+    def start(self, ref: AdapterRef, batch: Any, temperature: float, *, base: bool) -> list[int]:
+        assert base == (ref.version in (3, 19))
+        return batch
+
+
+@pytest.mark.parametrize("chosen", [[], [0, 17]])
+@pytest.mark.parametrize("version", [0, 3, 4, 19])
+def test_every_sixteenth_step_measures_causes_of_the_sequences_that_rank_0_audits(
+    version: int, chosen: list[int]
+) -> None:
+    exchanges, found = ThreadExchange.make(2), dict[int, list[int]]()
+
+    def run(rank: int) -> None:
+        rank_0 = SimpleNamespace(auditor=Auditor(None)) if rank == 0 else None
+        trainer: Any = SimpleNamespace(control=exchanges[rank], rank_0=rank_0)
+        batch: Any = chosen
+        found[rank] = start_audit(trainer, state("math", version), batch)
+
+    assert on_ranks(run) == [None, None]
+    assert found == dict.fromkeys(range(2), chosen if version in (3, 19) else [])
 
 
 @pytest.mark.parametrize("error", ["", "rollout logprobs are shifted by one token"])
