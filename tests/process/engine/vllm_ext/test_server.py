@@ -268,6 +268,7 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
     assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share"}
 
 
+@pytest.mark.timeout(900)
 def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp_path: Path) -> None:
     """40 answers, also of one request, are less than may run at a time; they need more than the cache has."""
     process = start(tmp_path / "small", tiny_model, kv_cache_gib=0.002)
@@ -279,14 +280,14 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp
                 while True:
                     await server.post(session, model="base", prompt=PROMPT, n=n, max_tokens=200, ignore_eos=True)
 
-            cached = None  # of the newest round in which a request ended
+            found, cached = None, 0.0  # of any round: prompts are cached of sequences that were preempted
             async with aiohttp.ClientSession() as session:
                 running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
-                while True:
-                    found = (await asyncio.to_thread(server.admin.info, 120.0)).stats
-                    cached = use_of(server).figures.get("prefix_cache_share", cached)
-                    if found.running and found.waiting and found.preemptions and cached:
-                        break
+                while found is None or not cached:
+                    stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
+                    cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
+                    if stats.running and stats.waiting and stats.preemptions:
+                        found = stats
                     await asyncio.sleep(0.1)
                 for task in running:
                     task.cancel()
@@ -299,7 +300,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp
     assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
     assert found.running + found.waiting <= 40
     assert 0.5 < found.kv_cache_share <= 1
-    assert 0 < cached < 1, "of one prompt"
+    assert 0 < cached <= 1
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
