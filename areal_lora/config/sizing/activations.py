@@ -18,13 +18,12 @@ def chunk_bytes(logits: int, item: int) -> int:
 def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
     """Elements that one layer keeps for the backward pass, per token of a micro-batch.
 
-    Both norms keep their input (2 h), adapters that of attention and of a dense MLP, which tensor-parallel ranks hold
-    whole. Attention keeps projections where a norm follows, rotated queries and keys, values, and what it returns
-    (2 q + 2 k, with norms 3 each); Megatron's fused projection stays, and a copy of its queries for their norm. CPUs,
-    without flash attention, keep padded and gathered rows, too. An MLP of width f keeps both projections and their
-    product, transformers' the activation, too. Experts see each token ``experts_per_token`` times, on average; with tp,
-    a rank routes its part of the sequence. For a family without a row: both norms, and inputs and outputs of every
-    linear layer.
+    Both norms keep their input (2 h), adapters that of attention and of a dense MLP. Attention keeps projections where
+    a norm follows, rotated queries and keys, values, and what it returns (2 q + 2 k, with norms 3 each); Megatron's
+    fused projection stays, and a copy of its queries for their norm. CPUs, without flash attention, keep padded and
+    gathered rows, too. An MLP of width f keeps both projections and their product, transformers' the activation, too.
+    Experts see each token ``experts_per_token`` times, on average; with tp, a rank routes its part of the sequence.
+    For a family without a row: both norms, and inputs and outputs of every linear layer.
     """
     t, h, sparse = config.trainer, shape.hidden, layer in shape.sparse_layers
     routed = shape.experts_per_token * (h + 3 * shape.expert_ffn) if sparse else 0
@@ -39,9 +38,9 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
         attention = (3 + norms) * q + (1 + 2 * gathered) * k
     else:
         attention = (2 + norms) * q + (norms + 2 * gathered) * k
-    whole = t.tp * h * (1 if sparse else 2) + (h if sparse and megatron else 0)  # Megatron's router keeps its input
+    adapted = h * (1 if sparse and not megatron else 2)  # Megatron's router keeps its input
     mlp = shape.shared_ffn if sparse else shape.ffn
-    return (2 * h + whole + attention + routed + (3 if megatron else 4) * mlp) / t.tp
+    return (2 * h + adapted + attention + routed + (3 if megatron else 4) * mlp) / t.tp
 
 
 def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:

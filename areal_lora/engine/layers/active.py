@@ -132,10 +132,11 @@ class PackedTokens:
 
     def part(self, first: int, n: int) -> "PackedTokens":
         """``n`` of the tokens, from ``first`` on."""
-        if n == len(self.keys) or self.ends is None or self.owners is None:
-            return self
-        rows = slice(first, first + n)
-        return PackedTokens(keys=self.keys[rows], ends=(self.ends - first).clamp_(0, n), owners=self.owners[rows])
+        keys = self.keys[first : first + n]
+        if self.ends is None or self.owners is None:
+            return PackedTokens(keys=keys)
+        owners = self.owners[first : first + n]
+        return PackedTokens(keys=keys, ends=(self.ends - first).clamp_(0, n), owners=owners)
 
 
 Choices = Literal["compare", "record"]

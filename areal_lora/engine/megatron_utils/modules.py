@@ -250,7 +250,7 @@ class ParallelAdapter:
     scale: float
     site: int
     gather: bool
-    """Over the sequence, before lora_A."""
+    """Over the sequence, after lora_A, which reads the rank's part of it."""
     scatter: bool
     """Over the sequence, after lora_A."""
     split: bool
@@ -279,13 +279,14 @@ class AdaptedLinear(LoRALinear):  # type: ignore[misc]
         Collectives are for all adapters at once; those of the site are alike.
         """
         active, kind = self.active, next(part for part in parts if part)
-        if kind.gather:
-            x = gather_from_sequence_parallel_region(x)
         x, rows, rank = x.reshape(-1, x.shape[-1]), active.tokens, parallel_state.get_tensor_model_parallel_rank()
+        own = rows and rows.part(rank * len(x), len(x)) if kind.gather else rows
         # A row-parallel layer has features from the rank's on.
-        keep = active.keep(rows, kind.site, x.shape[1], rank * x.shape[1] if kind.split else 0)
-        hidden = down_projection(x, rows, keep, [part.lora_a if part else None for part in parts])
-        if kind.scatter:  # over the ranks' parts of the sequence
+        keep = active.keep(own, kind.site, x.shape[1], rank * x.shape[1] if kind.split else 0)
+        hidden = down_projection(x, own, keep, [part.lora_a if part else None for part in parts])
+        if kind.gather:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        elif kind.scatter:  # over the ranks' parts of the sequence
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
             rows = rows and rows.part(rank * len(hidden), len(hidden))
         scale = active.scale([part.scale if part else 1.0 for part in parts], rows)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.distributed.spawn import run_ranks
-from tests.support.distributed.te_ranks import COLUMN, TP, adapted, numbers, whole
+from tests.support.distributed.te_ranks import COLUMN, HIDDEN, RANK, TOKENS, TP, adapted, numbers, whole
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +19,11 @@ SEED = 11
 def test_outputs_and_gradients_are_those_of_the_whole_model(overlap: bool, tmp_path: Path) -> None:
     """Bridge wants the normalised input of the whole sequence, but a rank's part where TE overlaps its gathers."""
     values = run_ranks(adapted, TP, tmp_path, (SEED, overlap))
+    for v in values:
+        shapes = v["kept"].tolist()
+        assert [TOKENS // TP, HIDDEN] in shapes
+        assert [TOKENS, RANK] in shapes, "gathered after lora_A"
+        assert [TOKENS, HIDDEN] not in shapes, "gathered before lora_A"
     want = {name: t.numpy() for name, t in whole(numbers(SEED)).items()}
     for name, expected in want.items():
         found = [v[name] for v in values]

@@ -170,7 +170,8 @@ def own_part(name: str, n: Numbers, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def adapted(seed: int, overlap: bool) -> dict[str, Any]:
-    """One rank: output, and gradients by name as `whole` has them, each a part or a piece."""
+    """One rank: output, and gradients by name as `whole` has them, each a part or a piece; ``kept`` [n, 2], the shapes
+    of matrices that wait for the backward pass."""
     from megatron.bridge.peft import utils
 
     from areal_lora.engine.common.adapter_memory import AdapterMemory
@@ -211,11 +212,18 @@ def adapted(seed: int, overlap: bool) -> dict[str, Any]:
             adapter.lora_b.copy_(b)
 
     x = n.x.chunk(TP)[rank].clone().requires_grad_()
-    with active.using({"a": None}):
+    kept = list[torch.Size]()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t.shape)
+        return t
+
+    with active.using({"a": None}), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y, _ = sites["linear_qkv"](x)
         y = x + sites["linear_proj"](firsts(y, 1, HIDDEN // TP))[0]
         y, _ = sites["linear_fc2"](firsts(sites["linear_fc1"](y)[0], 1, FFN // TP))
         (y * n.weight.chunk(TP)[rank]).sum().backward()
     grads = {f"a.{name}": site.residents["a"].lora_a.grad for name, site in sites.items()}
     grads |= {f"b.{name}": site.residents["a"].lora_b.grad for name, site in sites.items()}
+    grads["kept"] = torch.tensor([shape for shape in kept if len(shape) == 2])
     return {name: t.double().numpy() for name, t in ({"out": y.detach(), "x": x.grad} | grads).items()}

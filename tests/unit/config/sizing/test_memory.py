@@ -285,6 +285,14 @@ def test_virtual_stages_hold_what_the_schedule_has_in_progress(pp: int, chunks: 
     assert [in_flight(TrainerConfig(world_size=pp, pp=pp), stage) for stage in range(pp)] == list(range(pp, 0, -1))
 
 
+def test_tensor_parallel_ranks_divide_activations() -> None:
+    alone, two = (
+        part(estimate("trainer.world_size=2", f"trainer.tp={tp}", "trainer.ep=1")["trainer rank"], "activations")
+        for tp in (1, 2)
+    )
+    assert two == pytest.approx(alone / 2)
+
+
 def test_recompute_and_shorter_micro_batches_need_less() -> None:
     full, less = (estimate(*how)["trainer rank"] for how in ((), ("trainer.recompute=full",)))
     assert part(full, "activations") > 10 * part(less, "activations")
@@ -308,7 +316,7 @@ def test_recompute_and_shorter_micro_batches_need_less() -> None:
     ("overrides", "key", "severity", "words"),
     [
         (
-            ["trainer.recompute=none", "trainer.max_tokens_per_microbatch=40960"],
+            ["trainer.recompute=none", "trainer.max_tokens_per_microbatch=49152"],
             "trainer.max_tokens_per_microbatch",
             Severity.WARNING,
             "largest part is activations",

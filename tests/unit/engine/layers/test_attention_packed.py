@@ -67,6 +67,7 @@ def test_the_trees_of_an_adapter_follow_each_other() -> None:
     assert packed.token_ids.tolist() == [[21, 31, 32, 33, 34, 43, 0, 0]]
     alone = pack(batch, PLAN, 0, CPU).tokens
     assert (alone.ends, alone.owners) == (None, None)
+    assert torch.equal(alone.part(1, 4).keys, alone.keys[1:5])
 
 
 def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:
