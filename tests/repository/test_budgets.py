@@ -24,29 +24,29 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 890,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; truncated samples
+    "": 892,  # undo_on_error; columns of tokens, routes, kept ids; the errors of the service; truncated samples
     "algorithms": 1595,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; scales of fp16
     "checkpoint": 1442,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2341,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; other sets
-    "config": 4649,  # remote; sources; slots; cp, profile; routes; GDPO; stages, fp8; room; formats of sets; ranks; cp
-    "data": 868,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
+    "config": 4657,  # remote; sources; slots; cp, profile; routes; GDPO; stages, fp8; room; formats of sets; ranks; cp
+    "data": 875,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1053,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
-    "engine": 11872,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts
+    "engine": 11876,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts
     "families": 1526,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4802,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
+    "launcher": 4805,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
     "library": 471,  # loss, advantage
     "network": 1029,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
-    "obs": 4657,  # every rollout; trackers; a live page; GPUs; chats; mismatch; resumed curves; means of machines
+    "obs": 4659,  # every rollout; trackers; a live page; GPUs; chats; mismatch; resumed curves; means of machines
     "operations": 530,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 455,  # stacks after a fatal signal; shared_memory, loading, from above; rare full collections
-    "rollout": 8309,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic; clients' forms; turns; sums
+    "rollout": 8321,  # workers, on other nodes; OpenEnv; curricula; streams, Anthropic; clients' forms; turns; sums
     "run_folder": 1112,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats
     "service": 5346,  # refusals name their field; the log is cut; a quota; decoders; disconnects; unnamed states
-    "tasks": 3200,  # reward models; mapped rows, rows by column; bad text; tables; golds without numbers
-    "trainer": 4258,  # parts of a batch, routes, kept ids; kept caches; lengths, turns; truncated; audits anywhere
-    "weight_sync": 5701,  # gathers; relays: tree, requests; keys; pings; deaths in formation; polls; servers that hang
+    "tasks": 3207,  # reward models; mapped rows, rows by column; bad text; tables; golds without numbers
+    "trainer": 4278,  # parts of a batch, routes, kept ids; kept caches; lengths, turns; truncated; audits anywhere
+    "weight_sync": 5702,  # gathers; relays: tree, requests; keys; pings; deaths in formation; polls; servers that hang
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
