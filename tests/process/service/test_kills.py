@@ -167,6 +167,7 @@ def test_a_file_of_the_inbox_is_taken_in_once(folder: RunFolder) -> None:
     """Killed between acceptance and the move, and stopped at once after."""
     life = Life(folder, "service.inbox_taken:1:kill")
     text = "\n".join(f"{key}: {value}" for key, value in section(name="dropped").items()).replace("'", "")
+    folder.inbox.mkdir(exist_ok=True)  # the service may not have made it yet
     (folder.inbox / "one.yaml").write_text(text)
     life.killed()
     assert (folder.inbox / "one.yaml").exists()
