@@ -280,17 +280,22 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp
                 while True:
                     await server.post(session, model="base", prompt=PROMPT, n=n, max_tokens=200, ignore_eos=True)
 
-            found, cached = None, 0.0  # of any round: prompts are cached of sequences that were preempted
+            found, cached, stats = None, 0.0, None  # of any round: a prompt is cached while another sequence has it
             async with aiohttp.ClientSession() as session:
                 running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
-                while found is None or not cached:
+                for _ in range(900):
                     stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
                     cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
                     if stats.running and stats.waiting and stats.preemptions:
                         found = stats
+                    if found is not None and cached:
+                        break
+                    ended = [task.exception() for task in running if task.done()]
+                    assert not ended, ended
                     await asyncio.sleep(0.1)
                 for task in running:
                     task.cancel()
+                assert found is not None, (stats, cached)
                 return found, cached
 
         found, cached = asyncio.run(run())
