@@ -269,8 +269,11 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
 
 
 @pytest.mark.timeout(900)
-def test_sequences_that_the_kv_cache_has_no_place_for_wait(tiny_model: Path, tmp_path: Path) -> None:
+def test_sequences_that_the_kv_cache_has_no_place_for_wait(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """40 answers, also of one request, are less than may run at a time; they need more than the cache has."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # of `stock_scores`, which this process may have
     process = start(tmp_path / "small", tiny_model, kv_cache_gib=0.002)
     try:
         server = connect(tmp_path / "small", tiny_model, process)
