@@ -16,7 +16,7 @@ import pytest
 from areal_lora.errors import AdapterError
 from tests.process.engine.vllm_ext import test_keep, test_kept, test_server
 from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER, SECOND_SERVER
-from tests.support.engine.vllm_ext.serving import RunningServer, connect, start
+from tests.support.engine.vllm_ext.serving import RunningServer
 from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
 
@@ -139,15 +139,7 @@ def test_a_runner_that_is_neither_is_refused_by_name() -> None:
 def second(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with the second one, its kernels interpreted, on vLLM's CPU build."""
     folder = tmp_path_factory.mktemp("second") / "run"
-    how: dict[str, Any] = {"router_replay": "rollout", "in_flight": "keep", "max_staleness": 1}
-    process = start(folder, tiny_model, SECOND_SERVER, **how)
-    try:
-        running = connect(folder, tiny_model, process)
-        yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
+    yield from test_keep.served(folder, tiny_model, command=SECOND_SERVER, router_replay="rollout")
 
 
 def test_ids_that_the_second_runner_keeps_are_those_of_the_rule(second: RunningServer) -> None:
