@@ -147,13 +147,22 @@ PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
     """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers.
 
-    Without a task, any tokens; and in place of a problem of less than two tokens, whose text others write.
+    Without a task, any tokens; and in place of a problem of less than two tokens, whose text others write. No two start
+    with the same token: experts that are equally good for a common start would be a tie in each of them (`probe.TIES`).
     """
     tokens = min(PROBE_TOKENS, config.rollout.max_model_len - 1)
     vocabulary, choose = read_shape(Path(config.model.folder)).vocab, random.Random(0)
-    rows: TokenRows = [[]] * PROBE_SEQUENCES
+    texts: TokenRows = [[]] * PROBE_SEQUENCES
     if not adapter.is_client:
         # Without the chat template: sequences that start with one system prompt would test the same tokens.
         samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
-        rows = [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[:tokens] for s in samples]
-    return [row if len(row) > 1 else [choose.randrange(vocabulary) for _ in range(tokens)] for row in rows]
+        texts = [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False) for s in samples]
+    rows: TokenRows = []
+    for text in texts:
+        firsts = {row[0] for row in rows}
+        for tried in (text, [choose.randrange(vocabulary) for _ in range(len(texts) + tokens)]):
+            start = next((i for i, token in enumerate(tried) if token not in firsts), len(tried))
+            if len(row := tried[start : start + tokens]) > 1:
+                rows.append(row)
+                break
+    return rows

@@ -44,3 +44,14 @@ def test_problems_with_text_are_scored(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, [{"prompt": "What is 2 + 3?"}, {"prompt": "7"}], [])
     assert tokenizer.decode(rows[0], skip_special_tokens=True) == "What is 2 + 3?"
     assert len(rows) == 2
+
+
+def test_problems_that_start_alike_share_no_hidden_state(tmp_path: Path) -> None:
+    """Of a common start, a tie between experts would change all sequences; one is allowed (`probe.TIES`)."""
+    problems = [f"Q: {name} has {n} coins. A: {n}" for name, n in (("Tom", 3), ("Lea", 4), ("Tom", 5), ("Tom", 5))]
+    tokenizer = load_tokenizer(str(EXAMPLES / "tiny_model"))
+    rows = rows_of(tmp_path, [{"prompt": problem} for problem in problems], [])
+    assert len({row[0] for row in rows}) == len(rows) == 4
+    for row, problem in zip(rows, problems, strict=True):
+        assert tokenizer.decode(row, skip_special_tokens=True).strip() in problem
+    assert all(len(row) > 10 for row in rows)
