@@ -119,14 +119,18 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(**each)
 
     def routed(self, routes: bytes) -> TokenColumns:
-        """With ``routes`` of the same tokens for those without a route. Raises ValueError for another number."""
-        if self.routes:
-            mine, given = (_array(each, "<u1").reshape(len(self), -1) for each in (self.routes, routes))
-            missing = (mine == 255).all(axis=1)
-            mine = mine.copy()
-            mine[missing] = given[missing]
-            routes = mine.tobytes()
+        """With ``routes`` of the same tokens. Raises ValueError for another number."""
         return msgspec.structs.replace(self, routes=routes)
+
+    @staticmethod
+    def first_routes(held: bytes, given: bytes, width: int) -> tuple[bytes, int]:
+        """``given`` with the routes that its first tokens have in ``held``, ``width`` bytes each; the first without."""
+        rows = _array(given, "<u1").reshape(-1, width).copy()
+        before = _array(held, "<u1").reshape(-1, width)
+        known = (before != 255).any(axis=1)
+        rows[: len(before)][known] = before[known]
+        missing = (rows == 255).all(axis=1)
+        return rows.tobytes(), int(missing.argmax()) if missing.any() else len(rows)
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4

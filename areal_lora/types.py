@@ -200,14 +200,15 @@ class Generation:
     """A server's result for one answer of A tokens, ``columns``. The server reports versions token by token.
 
     ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were requested.
-    ``prompt_routes`` are those of the P tokens before, where the server returned routes.
+    ``prompt_routes`` are those of the tokens before, from number ``routes_from`` on, where the server returned routes.
     """
 
     columns: TokenColumns
     finish_reason: str
     text: str = ""
     top_logprobs: list[dict[int, float]] | None = None  # [A]
-    prompt_routes: bytes = b""  # [P, L, K]
+    prompt_routes: bytes = b""  # [P - routes_from, L, K]
+    routes_from: int = 0
 
     @property
     def token_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ a retry can succeed. This module never retries; the controller retries whole gro
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -89,6 +89,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
     ``pin_version``. With ``return_columns`` our servers answer in columns; stock vLLM, of `areal-lora eval`, does not.
     ``return_kept``: they have the ids that were kept for each token, and log-probabilities normalised over them.
+    Of the prompt's tokens the first ``routes_from`` come without their routes.
     """
 
     prompt: Sequence[int]
@@ -100,6 +101,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     return_token_ids: bool = False
     return_columns: bool = False
     return_kept: bool = False
+    routes_from: int = 0
     seed: int | None = None
     stop: list[str] | None = None
     top_k: int = 0
@@ -260,8 +262,11 @@ class CompletionClient:
         pinned = ref if self.pins else None
         streamed = None if arrived is None else _PartReader(arrived, pinned)
         _, choices = await self.complete(ref, request, timeout_s, streamed)
-        routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
-        answers = [_generation(choice, pinned, routes, n_prompt) for choice in choices]
+        routes, n_routes = choices[0].prompt_routes, len(request.prompt) - request.routes_from
+        answers = [
+            replace(_generation(choice, pinned, routes, n_routes), routes_from=request.routes_from)
+            for choice in choices
+        ]
         if request.return_kept and not all(answer.columns.kept_counts.all() for answer in answers):
             raise GenerationFault(FaultKind.PROTOCOL, f"{ref}: tokens of a truncated distribution without its ids")
         return answers
@@ -371,7 +376,7 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(
-    choice: SampledChoice, pinned: AdapterRef | None, routes: bytes = b"", n_prompt: int = 0, *, some: bool = False
+    choice: SampledChoice, pinned: AdapterRef | None, routes: bytes = b"", n_routes: int = 0, *, some: bool = False
 ) -> Generation:
     """Tokens carry the version that the server reports (contract C2), and where it returns them their routes.
 
@@ -384,7 +389,7 @@ def _generation(
     if columns.runs[:, 0].min(initial=0) < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
-    if len(routes) * len(columns) != len(columns.routes) * n_prompt:
+    if len(routes) * len(columns) != len(columns.routes) * n_routes:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has routes for a part of its tokens")
     return Generation(
         columns=columns,

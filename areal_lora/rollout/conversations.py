@@ -224,6 +224,7 @@ class PlayedEpisode:
             self.packed.ids() + array("i", added),
             seed=derived_seed(self.seed, self.n_turns),
             timeout_s=2 * context.sampling.timeout_s,
+            routes_from=self.packed.n_routed,
         )
         self.packed.given(added)
         self.packed.sampled(self.last)

@@ -39,11 +39,15 @@ T = TypeVar("T")
 class PackedTurns:
     """One growing sequence: the prompt, then in turn the model's answers and the replies.
 
-    ``parts`` are columns of what the model answered, and of the rest the token ids [T] int32 alone.
+    ``parts`` are columns of what the model answered, and of the rest the token ids [T] int32 alone. ``routes`` are
+    those of the first tokens, ``route_bytes`` each. The first ``n_routed`` have one: a server need not return it again.
     """
 
     parts: list[TokenColumns | bytes] = field(default_factory=list)
     finish_reason: str = ""
+    routes: bytearray = field(default_factory=bytearray)  # [tokens, L, K]
+    route_bytes: int = 0
+    n_routed: int = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._ids())) // 4
@@ -53,9 +57,10 @@ class PackedTurns:
 
     @property
     def columns(self) -> TokenColumns:
-        return TokenColumns.joined(
+        joined = TokenColumns.joined(
             [TokenColumns.unsampled(array("i", part)) if isinstance(part, bytes) else part for part in self.parts]
         )
+        return joined.routed(bytes(self.routes).ljust(self.route_bytes * len(self), b"\xff"))
 
     @property
     def any_sampled(self) -> bool:
@@ -80,10 +85,14 @@ class PackedTurns:
         self.parts.append(array("i", token_ids).tobytes())
 
     def sampled(self, answer: Generation) -> None:
-        """Append what the model answered to all of the tokens so far, of which those without a route have one now."""
-        if answer.prompt_routes:
-            self.parts = [self.columns.routed(answer.prompt_routes)]
-        self.parts.append(answer.columns)
+        """Append what the model answered to all of the tokens so far. A token keeps the first route that it got."""
+        start = answer.routes_from
+        if answer.prompt_routes and start <= self.n_routed:
+            size = self.route_bytes = len(answer.prompt_routes) // (len(self) - start)
+            given = answer.prompt_routes + (answer.columns.routes or b"\xff" * (size * len(answer.columns)))
+            self.routes[size * start :], n = TokenColumns.first_routes(bytes(self.routes[size * start :]), given, size)
+            self.n_routed = start + n
+        self.parts.append(answer.columns.routed(b""))
         self.finish_reason = answer.finish_reason
 
     def trajectory(self, uid: str, sample: int, adapter: str, score: Score) -> Trajectory:
@@ -104,16 +113,23 @@ class PackedTurns:
         )
 
 
-def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation) -> PackedTurns:
-    """Record one completion, and return the conversation it now is the end of.
-
-    It continues the longest of ``conversations`` whose tokens its prompt starts with, else it starts one of its own.
-    """
+def continued_by(conversations: Iterable[PackedTurns], prompt_ids: Sequence[int]) -> PackedTurns | None:
+    """The longest of ``conversations`` whose tokens a prompt starts with."""
     given = TokenColumns.unsampled(prompt_ids).token_ids
-    conversation = max((c for c in conversations if c.starts(given)), key=len, default=None)
+    return max((c for c in conversations if c.starts(given)), key=len, default=None)
+
+
+def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation) -> PackedTurns:
+    """Record one completion, and return the conversation it now is the end of (`continued_by`), perhaps a new one."""
+    conversation = continued_by(conversations, prompt_ids)
     if conversation is None:
         conversation = PackedTurns()
         conversations.append(conversation)
+    if conversation.n_routed < (n := answer.routes_from):  # the one that it continued has another answer by now
+        first = array("i", prompt_ids[:n])
+        other = next((c for c in conversations if c.n_routed >= n and c.ids(n) == first), conversation)
+        size = conversation.route_bytes = other.route_bytes
+        conversation.routes, conversation.n_routed = other.routes[: size * n], min(n, other.n_routed)
     conversation.given(prompt_ids[len(conversation) :])
     conversation.sampled(answer)
     return conversation
@@ -195,6 +211,7 @@ class WorkflowContext:
         top_logprobs: int = 0,
         schema: dict[str, Any] | None = None,
         arrived: Arrived | None = None,
+        routes_from: int = 0,
     ) -> list[Generation]:
         """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
 
@@ -217,6 +234,7 @@ class WorkflowContext:
             min_tokens=self.sampling.min_tokens,
             logprobs=top_logprobs,
             structured_outputs=None if schema is None else StructuredOutputs(json=schema),
+            routes_from=routes_from,
         )
         return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s, arrived=arrived)
 

@@ -18,7 +18,7 @@ from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, Writte
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, derived_seed, join
+from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
@@ -125,7 +125,7 @@ class Session:
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
         """
         prompt = self.prompt(request)
-        request = request.after(prompt.n_known)
+        request, known = request.after(prompt.n_known), continued_by(self.conversations, prompt.token_ids)
         self.n_requests += 1
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
@@ -148,6 +148,7 @@ class Session:
                 top_logprobs=request.top_logprobs or 0,
                 schema=request.grammar,
                 arrived=arrived if heard is not None and self.context.streams else None,
+                routes_from=known.n_routed if known else 0,
             )
             replies = await self._replies(request, number, sampled, [each.text for each in shown])
         except GenerationFault as fault:

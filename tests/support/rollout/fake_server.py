@@ -169,7 +169,8 @@ class FakeServer:
                     rows = routes_of(self.routes, prompt + token_ids).astype(self.routes.dtype)
                     made = made.routed(rows[len(prompt) :].tobytes())
                     if sample == 0:
-                        choice["prompt_routes"] = base64.b64encode(rows[: len(prompt)].tobytes()).decode()
+                        first = body.get("routes_from", 0)
+                        choice["prompt_routes"] = base64.b64encode(rows[first : len(prompt)].tobytes()).decode()
                 choice["columns"] = msgspec.to_builtins(made)
                 del choice["logprobs"]["token_logprobs"]
             choices.append(choice)

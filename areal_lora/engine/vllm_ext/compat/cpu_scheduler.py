@@ -71,7 +71,10 @@ class KeptRoutes:
             self._cached[request.request_id] = n, self._rows[self._at(blocks, n - n % self._size, n)]
 
     def take_output(self, request: Request, output: dict[str, np.ndarray]) -> np.ndarray:
-        """[n, L, K] of the prompt with the first token, then of the one before the token that was sampled now."""
+        """[n, L, K] of the prompt, from ``routed_experts_prompt_start`` on, with the first token.
+
+        Then of the one before the token that was sampled now.
+        """
         name, rows = request.request_id, output[request.request_id]
         if not len(self._rows):
             self._rows = np.empty((self._places, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
@@ -85,7 +88,9 @@ class KeptRoutes:
                 whole[missing] = np.iinfo(whole.dtype).max
             rows = np.concatenate([whole, tail, rows])
         self._rows[self._at(blocks, end - len(rows), end)] = rows
-        return rows if request.num_output_tokens == 1 else rows[-1:]  # more were computed again: it was preempted
+        if request.num_output_tokens > 1:
+            return rows[-1:]  # more were computed again: it was preempted
+        return rows[request.sampling_params.routed_experts_prompt_start if request.sampling_params else 0 :]
 
     def request_finished(self, request: Request) -> None:
         self._cached.pop(request.request_id, None)

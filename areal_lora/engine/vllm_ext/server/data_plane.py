@@ -203,8 +203,9 @@ class DataPlane:
             values = [value - mass for value, mass in zip(values, masses, strict=True)]
             rows = [dict(itertools.islice(row.items(), 1 + (body.logprobs or 0))) for row in rows]
         if body.return_columns:
-            routes = b"" if body.pin_version or body.stream else self._routes(part, len(prompt) + len(ids))
-            cut = len(routes) // (len(prompt) + len(ids)) * len(prompt)
+            n_prompt = len(prompt) - body.routes_from
+            routes = b"" if body.pin_version or body.stream else self._routes(part, n_prompt + len(ids))
+            cut = len(routes) // (n_prompt + len(ids)) * n_prompt
             choice.columns = TokenColumns.of(ids, values, part.versions, routes[cut:], kept, masses)
             choice.prompt_routes = None if index % body.n else routes[:cut] or None
             choice.token_ids = choice.versions = None
@@ -218,7 +219,7 @@ class DataPlane:
         return choice
 
     def _routes(self, part: SampledPart, n_tokens: int) -> bytes:
-        """[T, L, K] of prompt and answer as `RouteShape` describes them; the last token of an answer has no route."""
+        """[T, L, K] of the last ``n_tokens`` as `RouteShape` describes them; the last of an answer has no route."""
         if self._shape is None or part.routes is None:
             return b""
         kept = part.routes[:n_tokens, list(self._shape.sparse_layers)].astype(self._shape.routes.dtype)
@@ -289,8 +290,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "st
 
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
-    echo = isinstance(body, openai_api.CompletionBody) and body.echo
-    structured = body.structured_outputs if isinstance(body, openai_api.CompletionBody) else None
+    plain = body if isinstance(body, openai_api.CompletionBody) else None
+    echo, structured = plain is not None and plain.echo, plain.structured_outputs if plain else None
     return SamplingParams(
         n=body.n,
         max_tokens=max_tokens,
@@ -299,6 +300,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         structured_outputs=None if structured is None else StructuredOutputsParams(json=structured.json),
+        routed_experts_prompt_start=plain.routes_from if plain else 0,
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

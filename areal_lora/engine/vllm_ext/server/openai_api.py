@@ -7,7 +7,8 @@ the prompt in front of all of them; its first token has the score 0 and no other
 prompt alone, which may be as long as the context.
 ``return_columns``: a choice has `TokenColumns` (each array in base64) in place of ``token_ids``, ``versions`` and
 ``logprobs.token_logprobs``; needs ``logprobs``, without ``echo``. With ``behaviour.router_replay`` they have
-routes, and the first choice of a prompt ``prompt_routes``, unless it is a stream or its version is pinned.
+routes, and the first choice of a prompt ``prompt_routes``, from token ``routes_from`` on, unless it is a stream or
+its version is pinned.
 ``return_kept``, with ``top_k`` from 1 to `MOST_KEPT`: columns have the ids that were kept for each token, and
 log-probabilities normalised over them. All others are before truncation; of tokens left out there are none.
 ``structured_outputs``: the text is JSON of a schema. Log-probabilities are those under
@@ -58,6 +59,7 @@ class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool = False
     return_columns: bool = False
     return_kept: bool = False
+    routes_from: Int = 0
     structured_outputs: StructuredOutputs | None = None
 
     @property

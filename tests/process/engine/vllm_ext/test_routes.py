@@ -142,6 +142,10 @@ def test_a_cached_answer_keeps_its_routes(server: RunningServer, oracle: Oracle)
     before = b"".join(map(base64.b64decode, (turn["prompt_routes"], turn["columns"]["routes"])))
     width = len(before) // (len(PROMPT) + len(ids))
     assert base64.b64decode(reply["prompt_routes"])[: len(before) - width] == before[:-width]
+    for n in (1, len(before) // width - 1, len(longer) - 1):
+        (rest,) = asyncio.run(answers(server, longer, routes_from=n))
+        assert rest["columns"] == reply["columns"]
+        assert base64.b64decode(rest["prompt_routes"]) == base64.b64decode(reply["prompt_routes"])[n * width :]
 
 
 def test_each_part_of_an_interrupted_answer_has_the_routes_of_its_version(
