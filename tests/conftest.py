@@ -59,17 +59,10 @@ def even_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    from tests.support.engine.vllm_ext.serving import connect, start
+    from tests.support.engine.vllm_ext.serving import running_server
 
-    folder = tmp_path_factory.mktemp("server") / "run folder"
-    process = start(folder, tiny_model)
-    try:
-        running = connect(folder, tiny_model, process)
+    with running_server(tmp_path_factory.mktemp("server") / "run folder", tiny_model) as running:
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import base_digest
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from tests.support.engine.vllm_ext.serving import RunningServer, adapter, connect, start
+from tests.support.engine.vllm_ext.serving import RunningServer, adapter, running_server
 from tests.support.sizes import size
 from tests.support.solo_exchange import SoloExchange
 
@@ -206,12 +206,8 @@ def server(even_model: Path, tmp_path: Path) -> Iterator[RunningServer]:
     """A server of its own: nothing else may be in its memory or its slots."""
     folder = tmp_path / "soak"
     # A small key/value cache: its pages are touched one by one, which would look like growth for minutes.
-    process = start(folder, even_model, kv_cache_gib=0.02)
-    try:
-        yield connect(folder, even_model, process)
-    finally:
-        process.terminate()
-        process.wait(150)
+    with running_server(folder, even_model, kv_cache_gib=0.02) as running:
+        yield running
 
 
 def test_a_thousand_publishes_under_streaming_requests(server):

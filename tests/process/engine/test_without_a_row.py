@@ -24,7 +24,7 @@ from areal_lora.families.shape import read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from tests.support.engine.vllm_ext.serving import PROMPT, RANK, connect, make_tokenizer, start
+from tests.support.engine.vllm_ext.serving import PROMPT, RANK, make_tokenizer, running_server
 from tests.support.families.rowless import ROWLESS, save_rowless
 from tests.support.lazy import Lazy
 from tests.support.sizes import sample
@@ -173,17 +173,11 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
     make_tokenizer(folder)
     engine = make_engine(folder)
     differing = {"target_modules": list(targets_of(folder)), "alpha": ALPHA}
-    process = start(tmp_path / "run", folder, differing=differing)
-    try:
-        server = connect(tmp_path / "run", folder, process)
+    with running_server(tmp_path / "run", folder, differing=differing) as server:
         wire = dict(engine.export_adapter("a"))
         owned, aliases = {0: [(n, tuple(t.shape)) for n, t in wire.items()]}, engine.adapter_layout("a").aliases
         layout = make_layout(server.spec, "float32", owned, aliases)
         base, adapted = (server.score(ref) for ref in (None, server.publish(wire, layout=layout)))
-        server.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
     batch = scoring_batch([PROMPT], "a")
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU, OLDER_SERVER
-from tests.support.engine.vllm_ext.serving import PROMPT, connect, largest, make_model, start
+from tests.support.engine.vllm_ext.serving import PROMPT, largest, make_model, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -18,19 +18,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_mixture_in_bfloat16_on_a_cpu_with_avx2_only(tmp_path: Path) -> None:
     """Two workers without shared memory, and no product in bfloat16: slower, and served."""
     model, folder = make_model(tmp_path / "model", "qwen2_moe"), tmp_path / "server" / "run"
-    process = start(folder, model, OLDER_SERVER, OLDER_CPU, dtype="bfloat16", tp=2)
-    try:
-        running = connect(folder, model, process)
-        workers = psutil.Process(process.pid).children(recursive=True)
+    with running_server(folder, model, OLDER_SERVER, OLDER_CPU, dtype="bfloat16", tp=2) as running:
+        workers = psutil.Process(running.process.pid).children(recursive=True)
         mapped = {Path(m.path).name for p in workers for m in p.memory_maps()}
         assert "_C_AVX2.abi3.so" in mapped
         tensors = running.adapter(1)
         base = running.score(None)
         got = running.score(running.publish(tensors))
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
     assert largest(base, running.logprobs(None, PROMPT)) < 0.1
     assert largest(got, running.logprobs(tensors, PROMPT)) < 0.2
     assert largest(got, base) > 0.5, "the adapter must show"

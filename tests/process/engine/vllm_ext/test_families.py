@@ -33,10 +33,9 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     answers_a_ping,
-    connect,
     largest,
     make_model,
-    start,
+    running_server,
     without,
 )
 from tests.support.sizes import sample
@@ -64,19 +63,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, rollout = SERVERS[request.param]
     model = make_model(tmp_path_factory.mktemp("model"), family)
     folder = tmp_path_factory.mktemp("server") / "run"
-    process = start(folder, model, further=[OTHER], **rollout)
-    try:
-        running = connect(folder, model, process)
-        family = psutil.Process(process.pid).children(recursive=True)
+    with running_server(folder, model, further=[OTHER], **rollout) as running:
+        family = psutil.Process(running.process.pid).children(recursive=True)
         mapped = {m.path for p in family for m in p.memory_maps()}
         shared = {path for path in mapped if path.startswith("/dev/shm/vllm")}
         shares = not any("_C_AVX2" in path for path in mapped)  # vLLM's library for CPUs without AVX-512 cannot
         assert bool(shared) == (shares and running.config.rollout.tp > 1), "workers on a CPU share memory"
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
     assert not any(Path(path).exists() for path in shared), "nothing of a server that ended stays in memory"
 
 

@@ -21,7 +21,7 @@ from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
 from tests.support.clocks import seen
-from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, hf_logits, running_server
 from tests.support.lazy import Lazy
 from tests.support.weight_sync import SOCKETS
 
@@ -38,15 +38,10 @@ LATE = "did not continue within"  # the server's warning: places of sequences th
 @pytest.fixture(scope="module")
 def server(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("interrupt") / "run"
-    process = start(folder, even_model, in_flight="interrupt", max_staleness=1, max_num_seqs=SEQUENCES)
-    try:
-        running = connect(folder, even_model, process, SOCKETS)
+    how = {"in_flight": "interrupt", "max_staleness": 1, "max_num_seqs": SEQUENCES}
+    with running_server(folder, even_model, backend=SOCKETS, **how) as running:
         assert not running.source.connect().same_host
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 class Versions:

@@ -31,9 +31,8 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     Tensors,
-    connect,
     merged_model,
-    start,
+    running_server,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,14 +47,9 @@ MARGIN = 1e-3
 
 
 def served(folder: Path, model: Path, **how: Any) -> Iterator[RunningServer]:
-    process = start(folder, model, in_flight="keep", max_staleness=1, max_num_seqs=SEQUENCES, **how)
-    try:
-        running = connect(folder, model, process)
+    kept = {"in_flight": "keep", "max_staleness": 1, "max_num_seqs": SEQUENCES}
+    with running_server(folder, model, **kept, **how) as running:
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 from areal_lora.types import MOST_KEPT, TokenColumns
 from tests.support.clocks import seen
-from tests.support.engine.vllm_ext.serving import PROMPT, VOCAB, RunningServer, Tensors, connect, hf_logits, start
+from tests.support.engine.vllm_ext.serving import PROMPT, VOCAB, RunningServer, Tensors, hf_logits, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,14 +38,8 @@ END = 1
 @pytest.fixture(scope="module")
 def server(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("kept") / "run"
-    process = start(folder, even_model, in_flight="interrupt", max_staleness=1)
-    try:
-        running = connect(folder, even_model, process)
+    with running_server(folder, even_model, in_flight="interrupt", max_staleness=1) as running:
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 class Oracle:

@@ -35,9 +35,8 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     Tensors,
-    connect,
     merged_model,
-    start,
+    running_server,
 )
 from tests.support.solo_exchange import SoloExchange
 from tests.support.weight_sync.adapters import pack_of
@@ -82,14 +81,10 @@ class Tenants:
 @pytest.fixture(scope="module")
 def tenants(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     folder = tmp_path_factory.mktemp("tenants") / "run"
-    process = start(folder, even_model, in_flight="interrupt", max_staleness=0, max_adapters=3)
-    try:
-        made = Tenants(connect(folder, even_model, process))
+    with running_server(folder, even_model, in_flight="interrupt", max_staleness=0, max_adapters=3) as server:
+        made = Tenants(server)
         yield made
         made.publisher.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 def test_a_slot_takes_the_memory_that_the_plan_says(tenants: Tenants) -> None:

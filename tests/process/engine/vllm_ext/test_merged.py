@@ -23,10 +23,9 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     Tensors,
-    connect,
     largest,
     make_model,
-    start,
+    running_server,
     without,
 )
 from tests.support.sizes import sample, size
@@ -42,14 +41,8 @@ WEIGHTS = {"qwen3_moe": 12}  # fused weights that one version of the family's mo
 
 
 def running(model: Path, rollout: dict[str, Any], tmp: Path, **env: str) -> Iterator[RunningServer]:
-    process = start(tmp / "run", model, env=env, adapter_mode="merged", **rollout)
-    try:
-        server = connect(tmp / "run", model, process)
+    with running_server(tmp / "run", model, env=env, adapter_mode="merged", **rollout) as server:
         yield server
-        server.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 @pytest.fixture(scope="module", params=SERVERS)

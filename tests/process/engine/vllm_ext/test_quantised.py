@@ -20,9 +20,8 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     Tensors,
-    connect,
     make_model,
-    start,
+    running_server,
     token_logprobs,
 )
 
@@ -36,14 +35,8 @@ ROWS = [[(37 * i * i + 11 * i * k + k) % 251 + 5 for i in range(240)] for k in r
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model = make_model(tmp_path_factory.mktemp("model"), "qwen3")
     folder = tmp_path_factory.mktemp("server") / "run"
-    process = start(folder, model, dtype="float16", engine_args={"quantization": KIND})
-    try:
-        running = connect(folder, model, process)
+    with running_server(folder, model, dtype="float16", engine_args={"quantization": KIND}) as running:
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 def rounded(weight: Tensor) -> Tensor:

@@ -23,9 +23,8 @@ from tests.support.engine.vllm_ext.serving import (
     RANK,
     RunningServer,
     Tensors,
-    connect,
     merged_model,
-    start,
+    running_server,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,14 +40,9 @@ MARGIN = 1e-3
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("routes") / "run"
-    process = start(folder, tiny_model, router_replay="rollout", in_flight="interrupt", max_staleness=1)
-    try:
-        running = connect(folder, tiny_model, process)
+    how = {"router_replay": "rollout", "in_flight": "interrupt", "max_staleness": 1}
+    with running_server(folder, tiny_model, **how) as running:
         yield running
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 class Oracle:

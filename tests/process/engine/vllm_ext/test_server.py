@@ -33,10 +33,9 @@ from tests.support.engine.vllm_ext.serving import (
     RunningServer,
     adapter,
     answers_a_ping,
-    connect,
     hf_logits,
     merged_model,
-    start,
+    running_server,
 )
 from tests.support.lazy import Lazy
 
@@ -274,9 +273,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(
 ) -> None:
     """40 answers, also of one request, are less than may run at a time; they need more than the cache has."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # of `stock_scores`, which this process may have
-    process = start(tmp_path / "small", tiny_model, kv_cache_gib=0.002)
-    try:
-        server = connect(tmp_path / "small", tiny_model, process)
+    with running_server(tmp_path / "small", tiny_model, kv_cache_gib=0.002) as server:
 
         async def run() -> tuple[ServerStats, float]:
             async def sample(n: int) -> None:
@@ -302,9 +299,6 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(
                 return found, cached
 
         found, cached = asyncio.run(run())
-    finally:
-        process.terminate()
-        process.wait(150)
     assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
     assert found.running + found.waiting <= 40
     assert 0.5 < found.kv_cache_share <= 1

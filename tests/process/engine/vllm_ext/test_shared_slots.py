@@ -23,10 +23,9 @@ from tests.support.engine.vllm_ext.serving import (
     PROMPT,
     RunningServer,
     Tensors,
-    connect,
     largest,
     make_model,
-    start,
+    running_server,
     without,
 )
 from tests.support.sizes import sample
@@ -47,13 +46,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = make_model(tmp_path_factory.mktemp("model"), family)
     folder = tmp_path_factory.mktemp("server") / "run"
     layouts = {"expert_layout": "shared_outer"}, {"name": "other", "expert_layout": "shared"}
-    process = start(folder, model, differing=layouts[0], further=layouts[1:], **rollout)
-    try:
-        yield (running := connect(folder, model, process))
-        running.source.close()
-    finally:
-        process.terminate()
-        process.wait(120)
+    with running_server(folder, model, differing=layouts[0], further=layouts[1:], **rollout) as running:
+        yield running
 
 
 def published(

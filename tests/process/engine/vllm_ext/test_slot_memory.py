@@ -21,9 +21,8 @@ from tests.support.engine.vllm_ext.serving import (
     VOCAB,
     RunningServer,
     adapter,
-    connect,
     make_tokenizer,
-    start,
+    running_server,
 )
 from tests.support.sizes import NIGHTLY
 
@@ -89,20 +88,16 @@ class Filled:
 
 
 def filled(folder: Path, model: Path, adapters: int) -> Filled:
-    process = start(folder, model, in_flight="interrupt", max_staleness=0, max_adapters=adapters)
-    try:
-        made = Filled(connect(folder, model, process))
+    how = {"in_flight": "interrupt", "max_staleness": 0, "max_adapters": adapters}
+    with running_server(folder, model, **how) as server:
+        made = Filled(server)
         made.empty = made.measure()
         base = base_digest(model)
         for version in range(2):
             for i in range(adapters):
                 publish(made.server, AdapterRef(name=f"a{i}", version=version), base)
         made.resident = made.measure()
-        made.server.source.close()
         return made
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 def publish(server: RunningServer, ref: AdapterRef, base: str) -> None:

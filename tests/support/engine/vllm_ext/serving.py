@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -411,6 +411,21 @@ def connect(folder: Path, model: Path, process: Fork | subprocess.Popen[bytes], 
         admin=admin,
         source=Source(admin, secret, backend=backend),
     )
+
+
+@contextmanager
+def running_server(
+    folder: Path, model: Path, *command: Any, backend: str = "gloo", **how: Any
+) -> Iterator[RunningServer]:
+    """A server of its own, as `start` starts it; it ends with the block, and nothing of it is left."""
+    process = start(folder, model, *command, **how)
+    try:
+        server = connect(folder, model, process, backend)
+        yield server
+        server.source.close()
+    finally:
+        process.terminate()
+        process.wait(150)
 
 
 def answers_a_ping(server: RunningServer) -> bool:
