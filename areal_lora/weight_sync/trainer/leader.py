@@ -340,7 +340,7 @@ class Leader:
             joined=sorted(s.name for s in self.roster.joining & set(members)),
             left=[s.name for s in self.roster.left],
             attempts=job.progress.attempts,
-            probe_mean_abs=max((p.mean_abs for p in probes.values()), default=None),
+            probe_mean_abs=max((p.compared for p in probes.values()), default=None),
             probe_max_abs=max((p.max_abs for p in probes.values()), default=None),
             differs=all(p.differs for p in probes.values()) if probes else None,
             cast=_total_cast(results),

@@ -163,6 +163,7 @@ def counted_formations() -> Iterator[list[int]]:
 def train_many(pipe: Connection, rank: int, port: int, server: ServerEndpoint, n: int, rounds: int) -> None:
     """One of two ranks: publish ``rounds`` versions of ``n`` adapters, and send (attempts, formations)."""
     torch.set_num_threads(1)
+    setattr(WeightSyncConfig, "ping_s", 30.0)  # noqa: B010 (a property): a process that stands still is not dead
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=150))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     attempts = []

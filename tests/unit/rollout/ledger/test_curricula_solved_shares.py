@@ -30,7 +30,7 @@ def graded(ticket: Ticket, version: int) -> Episode:
 
 
 def test_a_prompt_is_drawn_as_often_as_its_weight_says() -> None:
-    """4 (c + 1) (n + 1 - c) / (n + 2)^2 of the epochs, within 5 standard deviations."""
+    """4 (c + 1) (n + 1 - c) / (n + 2)^2 of the epochs, within 5 deviations, and 5 for the skew of rare misses."""
     seed, epochs = random.randrange(1 << 30), 3000
     rng, prompts = random.Random(seed), stream(N, seed=seed)
     shares = SolvedShares(LedgerFile(":memory:", "r"), NAME, prompts, seed)
@@ -41,7 +41,7 @@ def test_a_prompt_is_drawn_as_often_as_its_weight_says() -> None:
     for i, (c, n) in enumerate(counts):
         weight = float(Fraction(4 * (c + 1) * (n + 1 - c), (n + 2) ** 2))
         off = abs(drawn[i] - epochs * weight)
-        assert off <= 5 * math.sqrt(epochs * weight * (1 - weight)), f"seed {seed}: {c} of {n}, {drawn[i]} times"
+        assert off <= 5 + 5 * math.sqrt(epochs * weight * (1 - weight)), f"seed {seed}: {c} of {n}, {drawn[i]} times"
 
 
 def test_the_last_groups_counts_are_kept_where_it_states_what_is_correct(caplog: pytest.LogCaptureFixture) -> None:
