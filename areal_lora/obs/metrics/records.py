@@ -114,6 +114,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
     ``merge_*``: what the cast to the serving dtype left of a merged adapter (`CastSums`); None if it was not merged.
+    ``probe_mean_abs``: without the sequence of a routed model that may hold a tie (`ProbeResult.compared`).
     """
 
     version: int
