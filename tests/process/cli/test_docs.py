@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -244,6 +245,15 @@ def test_every_command_of_the_pages_is_known() -> None:
     assert set(SHOWN) == set(HOW)
     unnamed = [f"{b.page}:{b.line}" for page in PAGES for b in blocks(page) if b.language not in LANGUAGES]
     assert unnamed == [], "blocks without a language"
+
+
+def test_names_of_the_package_that_the_pages_import_exist() -> None:
+    shown = "".join(b.text for page in PAGES for b in blocks(page) if b.language == "python")
+    imports = re.findall(r"^from (areal_lora[\w.]*) import (.+)$", shown, re.MULTILINE)
+    names = {f"{module}:{name}" for module, listed in imports for name in listed.split(", ")}
+    assert len(names) > 5, "the search for imports finds nothing any more"
+    for name in sorted(names):
+        pkgutil.resolve_name(name)
 
 
 @pytest.mark.parametrize("how", [how for how in HOW.values() if isinstance(how, Elsewhere)], ids=lambda how: how.test)
