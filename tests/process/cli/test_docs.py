@@ -170,7 +170,6 @@ HOW: dict[str, How] = {
         ),
     ),
     "tail -f runs/NAME/metrics.jsonl": Run(more="| head -n 1", says='"kind":"step"'),
-    "tail -n +1 runs/NAME/status/*.txt": Run(says="step 39: waiting"),
     **dict.fromkeys(
         [
             "python make_data.py",
@@ -276,8 +275,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / EMBEDDED, folder / "overlay.yaml")
     (folder / "tiny_model").symlink_to(TINY_MODEL)  # paths in a file are looked up next to it
     run = make_run(folder / "runs" / "NAME")
-    (run / "status").mkdir()
-    (run / "status" / "trainer-0.txt").write_text("step 39: waiting for rollouts\n")
     shutil.copytree(run, folder / "runs" / "RUN")
     return folder
 
