@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -169,7 +170,6 @@ HOW: dict[str, How] = {
         ),
     ),
     "tail -f runs/NAME/metrics.jsonl": Run(more="| head -n 1", says='"kind":"step"'),
-    "tail -n +1 runs/NAME/status/*.txt": Run(says="step 39: waiting"),
     **dict.fromkeys(
         [
             "python make_data.py",
@@ -246,6 +246,15 @@ def test_every_command_of_the_pages_is_known() -> None:
     assert unnamed == [], "blocks without a language"
 
 
+def test_names_of_the_package_that_the_pages_import_exist() -> None:
+    shown = "".join(b.text for page in PAGES for b in blocks(page) if b.language == "python")
+    imports = re.findall(r"^from (areal_lora[\w.]*) import (.+)$", shown, re.MULTILINE)
+    names = {f"{module}:{name}" for module, listed in imports for name in listed.split(", ")}
+    assert len(names) > 5, "the search for imports finds nothing any more"
+    for name in sorted(names):
+        pkgutil.resolve_name(name)
+
+
 @pytest.mark.parametrize("how", [how for how in HOW.values() if isinstance(how, Elsewhere)], ids=lambda how: how.test)
 def test_commands_that_other_tests_run_have_that_test(how: Elsewhere) -> None:
     path, _, function = how.test.partition("::")
@@ -266,8 +275,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / EMBEDDED, folder / "overlay.yaml")
     (folder / "tiny_model").symlink_to(TINY_MODEL)  # paths in a file are looked up next to it
     run = make_run(folder / "runs" / "NAME")
-    (run / "status").mkdir()
-    (run / "status" / "trainer-0.txt").write_text("step 39: waiting for rollouts\n")
     shutil.copytree(run, folder / "runs" / "RUN")
     return folder
 
