@@ -144,7 +144,7 @@ class Correction(IntEnum):
 
     NONE = 0
     TRUNCATE = 1
-    GEOMETRIC = 2
+    MASK = 2
 
 
 class AdapterPhase(StrEnum):

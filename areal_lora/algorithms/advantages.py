@@ -56,10 +56,8 @@ class Advantage:
 
 def _group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
     """Sum of ``values`` [S] over each sample's group. [S]"""
-    _, index = torch.unique(group_ids, return_inverse=True)  # [S]
-    n_groups = int(index.max()) + 1 if index.numel() else 0
-    zeros = torch.zeros(n_groups, dtype=values.dtype, device=values.device)
-    return zeros.index_add_(0, index, values)[index]
+    groups, index = torch.unique(group_ids, return_inverse=True)  # [S]
+    return values.new_zeros(len(groups)).index_add(0, index, values)[index]
 
 
 def _group_size(samples: Samples) -> Tensor:
@@ -107,19 +105,16 @@ def maxrl(samples: Samples) -> Tensor:
 
 def _uniform(samples: Samples) -> Tensor:
     """Whether all rewards of the sample's group are equal. [S]"""
-    _, index = torch.unique(samples.group_ids, return_inverse=True)
-    n_groups = int(index.max()) + 1 if index.numel() else 0
-    bound = samples.rewards.new_zeros(n_groups)
-    lowest = bound.scatter_reduce(0, index, samples.rewards, reduce="amin", include_self=False)
-    highest = bound.scatter_reduce(0, index, samples.rewards, reduce="amax", include_self=False)
+    groups, index = torch.unique(samples.group_ids, return_inverse=True)
+    blank, rewards = samples.rewards.new_zeros(len(groups)), samples.rewards
+    lowest, highest = (blank.scatter_reduce(0, index, rewards, way, include_self=False) for way in ("amin", "amax"))
     return (lowest == highest)[index]
 
 
 def rloo(samples: Samples) -> Tensor:
     """``r - mean of the group's others``: RLOO (Ahmadian et al., arXiv 2402.14740), equation 8."""
     size = _group_size(samples)
-    total = _group_sums(samples.rewards, samples.group_ids)
-    others = (total - samples.rewards) / (size - 1).clamp_min(1)
+    others = (_group_sums(samples.rewards, samples.group_ids) - samples.rewards) / (size - 1).clamp_min(1)
     return torch.where(size > 1, samples.rewards - others, torch.zeros_like(others))
 
 
@@ -128,9 +123,8 @@ def opo(samples: Samples) -> Tensor:
 
     The baseline of least variance, if the squared norm of an answer's gradient grows with its length.
     """
-    lengths = samples.lengths.to(samples.rewards.dtype)
-    weighted = _group_sums(lengths * samples.rewards, samples.group_ids)
-    return samples.rewards - weighted / _group_sums(lengths, samples.group_ids).clamp_min(1)
+    weighted = _group_sums(samples.lengths * samples.rewards, samples.group_ids)
+    return samples.rewards - weighted / _group_sums(samples.lengths, samples.group_ids).clamp_min(1)
 
 
 def gpg(samples: Samples) -> Tensor:
@@ -138,8 +132,7 @@ def gpg(samples: Samples) -> Tensor:
 
     ``alpha = S / (S - M)`` makes up for the M samples of groups with equal rewards, which have no gradient.
     """
-    n = samples.rewards.numel()
-    silent = int(_uniform(samples).sum())
+    n, silent = len(samples.rewards), int(_uniform(samples).sum())
     return dr_grpo(samples) * (n / (n - silent) if silent < n else 0.0)
 
 
@@ -219,10 +212,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, discount: Discount)
     the state before it. ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; the value
     after a sequence's last token is 0. Returns are ``A_t + V_t``.
     """
-    last = torch.zeros_like(values, dtype=torch.bool)
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    last[(cu_seqlens[1:] - 1)[lengths > 0]] = True
-    following = torch.where(last, torch.zeros_like(values), values.roll(-1))
+    following = values.roll(-1).index_fill(0, (cu_seqlens[1:] - 1)[cu_seqlens.diff() > 0], 0.0)
     delta = rewards + discount.gamma * following - values
     advantages = discounted_sums(delta, cu_seqlens, discount.gamma * discount.lam)
     return advantages, advantages + values
@@ -252,8 +242,7 @@ def discounted_sums(values: Tensor, cu_seqlens: Tensor, factor: float = 1.0) -> 
 
 def sample_rewards(rewards: Tensor, sample_ids: Tensor) -> Tensor:
     """Each sample's reward once, however many sequences it has. [S]"""
-    first, _ = find_samples(sample_ids)
-    return rewards[first]
+    return rewards[find_samples(sample_ids)[0]]
 
 
 def find_samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,13 +345,24 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 
 
 def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> dict[str, Tensor]:
-    """`Samples.parts` and weights of ``samples``; empty without any, or if an only reward is not their sum: metrics."""
+    """`Samples.parts` and weights of ``samples``; empty without any, or if those of an only reward are metrics.
+
+    They are its parts if they add up to it in most answers that have any: metrics do so by chance, such as one turn for
+    a reward of 1. What the others lack, such as a penalty without a name, is one more part.
+    """
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
         return {}
     parts = batch.components.double()[samples][:, [batch.component_names.index(name) for name in names]]
-    add_up = weights or torch.allclose(parts.sum(1), batch.rewards.double()[samples], rtol=1e-5, atol=1e-5)
-    return {"parts": parts, "weights": parts.new_tensor([weights.get(name, 1.0) for name in names])} if add_up else {}
+    factors = [weights.get(name, 1.0) for name in names]
+    if not weights:
+        rewards, total = batch.rewards.double()[samples], parts.sum(1)
+        adds_up = torch.isclose(total, rewards, rtol=1e-5, atol=1e-5)
+        if int(torch.where(adds_up, 1, -1)[(parts != 0).any(1)].sum()) <= 0:
+            return {}
+        parts = torch.cat([parts, torch.where(adds_up, 0.0, rewards - total)[:, None]], 1)
+        factors.append(1.0)
+    return {"parts": parts, "weights": parts.new_tensor(factors)}
 
 
 def _by_critic(

@@ -74,6 +74,7 @@ GAIN, MOST_ERROR = 0.1, 0.2
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # of `sapo`
 VETO = 1e-4  # ratio of a token that no sampler of this policy would have chosen
 LARGEST = 20.0  # a ratio of 5e8: beyond it the policies have nothing in common
+MOST_WEIGHT = 20.0  # of a token in `dppo` and `kpop`: DPPO (arXiv 2602.04879), section 5.4
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
 """``estimator(logprobs [t], ref_logprobs [t]) -> [t]``."""
@@ -208,27 +209,30 @@ def sapo(clip: Clip, tokens: Tokens) -> Objective:
 
 
 def dppo(clip: Clip, tokens: Tokens) -> Objective:
-    """``r A``, without gradient where p moved from p_old by more than a bound, in A's direction.
+    """``sg(min(r, 20)) A log p``, 0 where p moved from p_old by more than a bound, in A's direction.
 
     DPPO with the binary total variation |p - p_old| (arXiv 2602.04879). A ratio bounds rare tokens tightly and likely
     ones hardly; the difference of probabilities does neither. ``low`` is its bound for a fall, ``high`` for a rise.
     """
-    ratio = ratio_of(tokens.logprobs - tokens.old)
     moved = (tokens.logprobs.exp() - tokens.old.exp()).detach()
-    clipped = torch.where(tokens.advantages > 0, moved > clip.high, moved < -clip.low)
-    return Objective(value=torch.where(clipped, ratio.detach(), ratio) * tokens.advantages, clipped=clipped)
+    return _within(torch.where(tokens.advantages > 0, moved <= clip.high, moved >= -clip.low), tokens)
 
 
 def kpop(clip: Clip, tokens: Tokens) -> Objective:
-    """``r A``, without gradient where the binary KL divergence of p and p_old exceeds a bound.
+    """``sg(min(r, 20)) A log p``, 0 where the binary KL divergence of p and p_old exceeds a bound.
 
     KPop (Guo et al., ringtech.notion.site/kpop), beside its authors' IcePop (arXiv 2510.18855). Two events: this token,
     any other. The ratio's band is wide for a rare token. ``high`` bounds KL(p || p_old), ``low`` KL(p_old || p).
     """
-    ratio = ratio_of(tokens.logprobs - tokens.old)
     p, old = (each.detach().exp().clamp(1e-6, 1 - 1e-6) for each in (tokens.logprobs, tokens.old))
-    clipped = (_binary_kl(p, old) > clip.high) | (_binary_kl(old, p) > clip.low)
-    return Objective(value=torch.where(clipped, ratio.detach(), ratio) * tokens.advantages, clipped=clipped)
+    return _within((_binary_kl(p, old) <= clip.high) & (_binary_kl(old, p) <= clip.low), tokens)
+
+
+def _within(trusted: Tensor, tokens: Tokens) -> Objective:
+    """A bound of probabilities admits any ratio of a rare token, so that one could outweigh a batch."""
+    ratio = ratio_of((tokens.logprobs - tokens.old).detach())
+    weight = torch.where(trusted, ratio.clamp_max(MOST_WEIGHT), 0.0)
+    return Objective(value=weight * tokens.advantages * tokens.logprobs, clipped=weight != ratio)
 
 
 def _binary_kl(p: Tensor, q: Tensor) -> Tensor:

@@ -115,11 +115,12 @@ def split(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, MismatchPart]
     }
 
 
-LIMITS: Mapping[Correction, float] = {Correction.TRUNCATE: 0.01, Correction.GEOMETRIC: 0.1}
+LIMITS: Mapping[Correction, float] = {Correction.TRUNCATE: 0.01, Correction.MASK: 0.1}
 """Mean |log w| of a token in nats above which a correction is chosen.
 
-Rounding of bfloat16 alone is about 0.01. Log w that is normal with mean |log w| of m has a divergence of pi m^2 / 4: at
-0.1 the geometric mean of w is 0.992, where its published bounds (preset `geo_mis`) still keep a usual answer.
+Rounding of bfloat16 alone is about 0.01. The mask is that of IcePop, of single tokens with w < 0.5 or above the cap. If
+their log w is normal, 0.4 % of exactly sampled tokens have w < 0.5 at a mean |log w| of m = 0.2, hardly any at 0.1. The
+geometric mean of an exactly sampled answer is about exp(-KL) = exp(-pi m^2 / 4): at 0.2 `geo_mis` drops all of them.
 """
 HOLD = 0.5
 """Part of its limit down to which a correction in use remains: a mismatch near a limit does not alternate."""

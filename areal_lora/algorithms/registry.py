@@ -247,7 +247,7 @@ def build_algorithm(
         corrections={
             Correction.NONE: replace(behaviour, correction="none"),
             Correction.TRUNCATE: behaviour,
-            Correction.GEOMETRIC: _behaviour(AlgorithmConfig(kind="geo_mis")),
+            Correction.MASK: replace(_behaviour(AlgorithmConfig(kind="icepop")), cap=behaviour.cap),
         }
         if config.behaviour_correction == "auto"
         else None,

@@ -101,11 +101,19 @@ def constant_reward(steps: Steps) -> str | None:
 
 
 def no_gradient(steps: Steps) -> str | None:
-    if constant_reward(steps) or not all(step.flat for step in steps[-NEEDED:]):
+    if constant_reward(steps) or dropped_tokens(steps) or not all(step.flat for step in steps[-NEEDED:]):
         return None
     masked = all(step.metrics.get("train/truncated") == 1.0 for step in steps[-NEEDED:])
     why = "all answers are truncated" if masked else "the rewards of each group are equal"
     return f"no gradient: {why}: raise sampling.n_samples or max_new_tokens, or change the problems"
+
+
+def dropped_tokens(steps: Steps) -> str | None:
+    share = _above(steps, "extra/capped_fraction", 0.5)
+    if share is None:
+        return None
+    fix = "see areal-lora doctor --run RUN, or set algorithm.behaviour_correction=truncate"
+    return f"{share:.0%} of the tokens are dropped, w is outside of its bounds: {fix}"
 
 
 def cut_answers(steps: Steps) -> str | None:
@@ -175,7 +183,7 @@ def slow_reward(steps: Steps) -> str | None:
 
 
 _OF_ANSWERS = constant_reward, no_gradient, cut_answers, stale_groups, slow_reward
-_OF_POLICIES = missing_routes, mismatch, fast_policy, not_finite
+_OF_POLICIES = dropped_tokens, missing_routes, mismatch, fast_policy, not_finite
 
 
 class Warnings:

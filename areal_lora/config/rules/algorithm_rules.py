@@ -52,7 +52,7 @@ def _problems(adapter: AdapterConfig) -> Iterator[tuple[str, str, str]]:
         reason = f"behaviour_correction {chosen.behaviour_correction} has no lower bound"
         yield "behaviour_floor", reason, "set it to 0, or algorithm.behaviour_correction=mask"
     if chosen.behaviour_correction == "auto" and chosen.behaviour_level != "token":
-        yield "behaviour_level", "behaviour_correction auto chooses it", "leave it at token, or set another correction"
+        yield "behaviour_level", "auto corrects single tokens", "leave it at token, or set another correction"
     bounds = f"[{chosen.behaviour_floor:g}, {chosen.behaviour_cap:g}]"
     outside = f"tokens of the policy itself, with w = 1, are outside of {bounds}"
     if chosen.behaviour_correction == "mask" and chosen.behaviour_floor >= min(1.0, chosen.behaviour_cap):

@@ -47,7 +47,7 @@ PRESETS: Mapping[Kind, Mapping[str, Any]] = {
     "geo_mis": {"behaviour_level": "geometric", "behaviour_cap": 1.01, "behaviour_floor": 0.99},
     "icepop": {"behaviour_floor": 0.5},
     "sapo": {"loss": "sapo"},
-    "dppo": {"loss": "dppo", "behaviour_correction": "in_ratio"},
+    "dppo": {"loss": "dppo", "eps_clip": 0.15, "behaviour_correction": "in_ratio"},
     "kpop": {"loss": "kpop", "eps_clip": 0.1, "behaviour_correction": "in_ratio"},
     "maxrl": {"advantage": "maxrl"},
     "gdpo": {"advantage": "gdpo"},

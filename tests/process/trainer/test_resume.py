@@ -63,8 +63,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def corrections(last: int) -> list[Correction]:
     """Of each version: what `DRIFTS` lead to with the hysteresis, by hand."""
-    none, truncate, geometric = Correction
-    after = geometric, truncate, truncate, none, truncate, geometric
+    none, truncate, mask = Correction
+    after = mask, truncate, truncate, none, truncate, mask
     return [truncate, truncate, *(after[step % 6] for step in range(1, last))]
 
 

@@ -28,7 +28,11 @@ def healthy(rng: random.Random, step: int, **changed: Any) -> StepRecord:
         "step_s": 2.0,
         "wait_batch_s": rng.uniform(0.0, 1.8),
         "dropped": {"stale": step // 6},
-        "metrics": {"extra/skipped": 0.0, "reward_cost/seconds": abs(rng.gauss(0.05, 0.02))},
+        "metrics": {
+            "extra/skipped": 0.0,
+            "extra/capped_fraction": rng.uniform(0.0, 0.4),
+            "reward_cost/seconds": abs(rng.gauss(0.05, 0.02)),
+        },
     }
     values["metrics"] |= changed.pop("metrics", {})
     return step_record(step=step, version=step, time_s=2.0 * step, staleness={0: 100}, **(values | changed))
@@ -45,6 +49,10 @@ def causes(**gaps: float) -> dict[str, float]:
 STEPS: dict[str, tuple[Trouble, str]] = {
     "flat reward": (lambda n: {"reward_mean": 0.5, "reward_std": 0.0}, "every answer has the reward 0.5"),
     "all groups equal": (flat, "raise sampling.n_samples"),
+    "tokens outside of the bounds of w": (
+        lambda n: {"grad_norm": 0.0, "metrics": {"extra/capped_fraction": 0.98 + 0.01 * min(n, 2)}},
+        "of the tokens are dropped, w is outside of its bounds",
+    ),
     "truncated answers": (lambda n: {"truncated": 0.9}, "raise sampling.max_new_tokens"),
     "a reward that raises": (
         lambda n: {"retried": {"scorer": n}, "faults": {"scorer": "TypeError: no (reward.py:9)"}},

@@ -218,6 +218,33 @@ def test_named_parts_of_the_only_reward_are_rewards_if_they_add_up_to_it(adds_up
     assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-3), f"seed {seed}"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_few_answers_lack_of_their_parts_is_one_more_part(seed: int) -> None:
+    """A penalty without a name; a group without it keeps the parts of its answers, too."""
+    rng, (right, groups, lengths) = random.Random(seed), _case(seed)
+    brief = [rng.choice([0.0, 2.0, rng.random()]) for _ in right]
+    lacks = [-0.5 * (groups[i] != groups[-1] and i % 3 == 0) for i in range(len(right))]
+    assert any(lacks)
+    parts = [[_grpo((values, groups, lengths), i) for i in range(len(right))] for values in (right, brief, lacks)]
+    whole = [sum(values) for values in zip(*parts, strict=True)]
+    want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
+    total = [sum(values) for values in zip(right, brief, lacks, strict=True)]
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8)
+    batch = _batch(total, groups, {"right": right, "brief": brief})
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-3), f"seed {seed}"
+
+
+def test_metrics_that_add_up_by_chance_are_no_parts() -> None:
+    """A solved task of one turn, and answers without reward and turns, which tell nothing."""
+    rewards, turns, groups = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [1.0, 4.0, 2.0, 5.0, 3.0] + 3 * [0.0], [0, 1] * 4
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8)
+    batch = _batch(rewards, groups, {"turns": turns})
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    case = rewards, groups, [1] * 8
+    assert got[batch.loss_mask].tolist() == pytest.approx([_gdpo(case, i) for i in range(8)], abs=1e-5)
+
+
 def test_a_sample_of_several_sequences_is_found_once() -> None:
     ids = torch.tensor([7, 3, 7, 7, 5])
     first, index = find_samples(ids)

@@ -23,6 +23,8 @@ from areal_lora.algorithms.losses import (
     token_weights,
     value_loss,
 )
+from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.config.sections.adapter import AlgorithmConfig
 from tests.support.trainer.packed import Row, batch_of, bounds, draw_rows, packed
 
 MASK = Behaviour(correction="mask", level="token", cap=2.0, floor=0.0)
@@ -115,12 +117,12 @@ def _loop(
             elif name == "dppo":
                 moved = math.exp(still[t]) - math.exp(old[t])
                 stays = moved > terms.clip.high if a > 0 else moved < -terms.clip.low
-                objective = (math.exp(still[t] - old[t]) if stays else r) * a
+                objective = 0.0 if stays else min(math.exp(still[t] - old[t]), 20.0) * a * row.current[t]
             elif name == "kpop":
                 p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (still[t], old[t]))
                 there, back = (x * math.log(x / y) + (1 - x) * math.log((1 - x) / (1 - y)) for x, y in ((p, q), (q, p)))
                 stays = there > terms.clip.high or back > terms.clip.low
-                objective = (math.exp(still[t] - old[t]) if stays else r) * a
+                objective = 0.0 if stays else min(math.exp(still[t] - old[t]), 20.0) * a * row.current[t]
             else:
                 objective = min(r * a, min(max(r, low), high) * a)
                 if terms.clip.dual and a < 0:
@@ -297,6 +299,35 @@ def test_a_token_far_from_its_behaviour_policy_leaves_the_loss() -> None:
     sums.loss.backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0]
     assert float(sums.stats["capped"]) == 1
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("name", "p"), [("dppo", 0.142), ("kpop", 0.009)])
+def test_a_rare_token_within_the_bound_of_probabilities_does_not_outweigh_the_others(
+    name: str, p: float, sign: float
+) -> None:
+    """Of a token with p_old = 1e-6 the ratio is 9000 and more; the gradient of each other token is 1."""
+    preset = build_algorithm(AlgorithmConfig.model_validate({"kind": name}), minibatches=1, max_new_tokens=8)
+    old = torch.full((64,), -0.7)
+    old[5] = math.log(1e-6)
+    logprobs = old.clone()
+    logprobs[5] = math.log(p)
+    logprobs.requires_grad_()
+    sums = policy_loss(
+        preset.terms,
+        logprobs=logprobs,
+        prox_logprobs=None,
+        rollout_logprobs=old,
+        advantages=torch.full((64,), sign),
+        cu_seqlens=torch.tensor([0, 64]),
+        given=torch.tensor([False]),
+        weights=torch.ones(64),
+    )
+    sums.loss.backward()
+    assert logprobs.grad is not None
+    want = [-sign * (20.0 if t == 5 else 1.0) for t in range(64)]
+    assert logprobs.grad.tolist() == pytest.approx(want, rel=1e-5)
+    assert float(sums.stats["clipped"]) == 1
 
 
 @pytest.mark.parametrize("n_tokens", [8, 512])

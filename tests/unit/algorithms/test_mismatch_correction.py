@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from areal_lora.algorithms.losses import policy_loss
+from areal_lora.algorithms.losses import behaviour_weights, policy_loss
 from areal_lora.algorithms.mismatch import choose
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.types import Correction
 
-NONE, TRUNCATE, GEOMETRIC = Correction
+NONE, TRUNCATE, MASK = Correction
 AUTO = build_algorithm(
     AlgorithmConfig.model_validate({"kind": "grpo", "behaviour_correction": "auto", "behaviour_cap": 1.5}),
     minibatches=2,
@@ -28,15 +28,15 @@ AUTO = build_algorithm(
         (NONE, 0.0099, NONE),
         (NONE, 0.0101, TRUNCATE),
         (NONE, 0.099, TRUNCATE),
-        (NONE, 0.101, GEOMETRIC),
+        (NONE, 0.101, MASK),
         (TRUNCATE, 0.0051, TRUNCATE),
         (TRUNCATE, 0.0049, NONE),
         (TRUNCATE, 0.099, TRUNCATE),
-        (TRUNCATE, 0.101, GEOMETRIC),
-        (GEOMETRIC, 0.0501, GEOMETRIC),
-        (GEOMETRIC, 0.0499, TRUNCATE),
-        (GEOMETRIC, 0.0051, TRUNCATE),
-        (GEOMETRIC, 0.0049, NONE),
+        (TRUNCATE, 0.101, MASK),
+        (MASK, 0.0501, MASK),
+        (MASK, 0.0499, TRUNCATE),
+        (MASK, 0.0051, TRUNCATE),
+        (MASK, 0.0049, NONE),
     ],
 )
 def test_a_correction_is_entered_above_its_limit_and_left_below_half_of_it(
@@ -63,7 +63,7 @@ def test_each_limit_acts_alone_and_a_greater_mismatch_never_has_a_weaker_correct
         assert choose(state, mean) <= choose(state, 1.5 * mean)
         before, state = state, choose(state, mean)
         seen.add((before, state))
-        assert state is (GEOMETRIC if masked else TRUNCATE if cut else NONE)
+        assert state is (MASK if masked else TRUNCATE if cut else NONE)
     assert len(seen) == 9
 
 
@@ -85,16 +85,14 @@ def oracle(chosen: Correction, gaps: list[list[float]]) -> list[float]:
         elif chosen is TRUNCATE:
             found += [min(math.exp(gap), 1.5) for gap in row]
         else:
-            mean = math.exp(sum(row) / len(row))
-            kept = 0.99 <= mean <= 1.01 and min(row) >= math.log(1e-4)
-            found += [mean if kept else 0.0] * len(row)
+            found += [math.exp(gap) if 0.5 <= math.exp(gap) <= 1.5 else 0.0 for gap in row]
     return found
 
 
 @pytest.mark.parametrize("chosen", Correction)
 def test_each_choice_weighs_tokens_as_a_float64_loop_does(chosen: Correction) -> None:
-    """In turn: a small mean, one off the bounds, an impossible token with a mean within them, one above the cap."""
-    gaps = [[0.02, -0.03, 0.016], [0.05, 0.04], [-9.5, 3.1, 3.2, 3.2], [0.9, -0.895]]
+    """In turn: small differences, an answer whose mean is 0.67, impossible tokens, both sides of both bounds."""
+    gaps = [[0.02, -0.03, 0.016], [-0.4, -0.4], [-9.5, 3.1], [0.41, 0.4, -0.69, -0.7]]
     logprobs = torch.linspace(-1.0, -0.5, 11, dtype=torch.float64, requires_grad=True)
     prox = logprobs.detach().clone()
     advantages = torch.linspace(0.5, 1.5, 11, dtype=torch.float64)
@@ -116,10 +114,41 @@ def test_each_choice_weighs_tokens_as_a_float64_loop_does(chosen: Correction) ->
     assert logprobs.grad.tolist() == pytest.approx(
         [-w * a for w, a in zip(weights, advantages.tolist(), strict=True)], rel=1e-9
     )
-    assert (0.0 in weights) == (chosen is GEOMETRIC)
+    assert (0.0 in weights) == (chosen is MASK)
+
+
+@pytest.mark.parametrize("uncertain", [1.0, 0.5])
+@pytest.mark.parametrize("noise", [0.2, 0.3, 0.4])
+def test_the_mask_keeps_exactly_sampled_tokens_and_drops_outliers(noise: float, uncertain: float) -> None:
+    """Sampled from a softmax, trained by one whose logits have noise: w has a mean of 1, its logarithm of -KL."""
+    draw, (answers, length) = torch.Generator().manual_seed(0), (16, 1000)
+    bounds = torch.arange(0, answers * length + 1, length)
+    on = torch.ones(answers * length, dtype=torch.bool)
+    logits = 2 * torch.randn(len(on), 32, generator=draw)
+    logits[torch.rand(len(on), generator=draw) > uncertain, 0] += 25
+    sampled = logits.log_softmax(-1)
+    trained = (logits + noise * torch.randn(logits.shape, generator=draw)).log_softmax(-1)
+    gap = (trained - sampled).gather(1, torch.multinomial(sampled.exp(), 1, generator=draw))[:, 0]
+    mean = float(gap.abs().mean())
+    assert 0.06 < mean < 0.3
+    assert 0.98 < float(gap.exp().mean()) < 1.02, "sampled exactly"
+    preset = AlgorithmConfig.model_validate({"kind": "grpo", "behaviour_correction": "auto"})
+    auto = build_algorithm(preset, minibatches=1, max_new_tokens=8)
+    behaviour, least = auto.with_correction(MASK).terms.behaviour, 0.9 if mean < 0.2 else 0.85
+    assert float((behaviour_weights(behaviour, gap, on, bounds) > 0).float().mean()) > least
+    for outlier in (-6.0, 6.0):
+        gap[3::length] = outlier
+        kept = behaviour_weights(behaviour, gap, on, bounds) > 0
+        assert not bool(kept[3::length].any())
+        assert float(kept.float().mean()) > least, "an outlier alone leaves the loss"
+
+
+def test_recorded_numbers_of_corrections_keep_their_order() -> None:
+    """Manifests and metrics of older runs have the number."""
+    assert {each.name: each.value for each in Correction} == {"NONE": 0, "TRUNCATE": 1, "MASK": 2}
 
 
 def test_a_fixed_correction_remains() -> None:
     fixed = build_algorithm(AlgorithmConfig(kind="mis"), minibatches=1, max_new_tokens=8)
-    assert fixed.with_correction(GEOMETRIC) is fixed
+    assert fixed.with_correction(MASK) is fixed
     assert fixed.correction is None

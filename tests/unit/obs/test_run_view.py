@@ -183,7 +183,7 @@ def test_another_behaviour_correction_is_one_line_with_the_mismatch_that_chose_i
             step_record(step=i, version=i, time_s=i + 1.0, correction=float(correction), behaviour_mean_abs=mean)
         )
         assert found == {
-            2: ["behaviour correction truncate -> geometric: mean |log w| was 0.13"],
-            4: ["behaviour correction geometric -> none: mean |log w| was 0.004"],
+            2: ["behaviour correction truncate -> mask: mean |log w| was 0.13"],
+            4: ["behaviour correction mask -> none: mean |log w| was 0.004"],
         }.get(i, [])
     assert view.add(step_record(step=5, version=5, time_s=6.0)) == [], "no longer chosen by step"

@@ -43,6 +43,11 @@ def test_healthy_runs_have_no_warning() -> None:
         assert warnings_of(run_of(random.Random(seed + i), steps=60)) == {}
 
 
+def test_without_a_gradient_rewards_are_not_blamed_for_dropped_tokens() -> None:
+    found = warnings_of(run_of(random.Random(7), STEPS["tokens outside of the bounds of w"][0]))
+    assert not [text for texts in found.values() for text in texts if "no gradient" in text]
+
+
 def test_one_bad_step_is_not_a_trouble() -> None:
     rng = random.Random(7)
     records = [healthy(rng, step, **({"truncated": 0.9} if step % NEEDED else {})) for step in range(30)]

@@ -300,7 +300,7 @@ def test_an_adaptive_kl_coefficient_is_state_of_the_training_and_weighs_loss_and
 def test_the_correction_of_a_step_is_chosen_by_the_mismatch_of_the_one_before() -> None:
     batch = make_batch()
     behind = replace(batch, versions=torch.where(batch.loss_mask, 3, -1))
-    behind = replace(behind, rollout_logprobs=batch.rollout_logprobs - 0.2 * batch.loss_mask)
+    behind = replace(behind, rollout_logprobs=batch.rollout_logprobs - 2.0 * batch.loss_mask)
     engine, state = (
         RecordedEngine(batch.rollout_logprobs),
         TrainingState(adapter=make_adapter(behaviour_correction="auto")),
@@ -310,9 +310,9 @@ def test_the_correction_of_a_step_is_chosen_by_the_mismatch_of_the_one_before() 
         report = _learn(engine, state.tuned, behind)
         found.append((report.correction, report.per_sampled_token("capped")))
         mismatch = report.per_sampled_token("behaviour_abs")
-        assert mismatch == pytest.approx(0.2, rel=1e-5)
+        assert mismatch == pytest.approx(2.0, rel=1e-5)
         state.advance(skipped=False, kl=None, mismatch=mismatch)
-    assert found == [(Correction.TRUNCATE, 0.0), (Correction.GEOMETRIC, 1.0), (Correction.GEOMETRIC, 1.0)]
+    assert found == [(Correction.TRUNCATE, 0.0), (Correction.MASK, 1.0), (Correction.MASK, 1.0)]
     assert _learn(engine, make_adapter(), batch).correction is None
     assert of_learning(report)["train/correction"] == 2
 

@@ -66,7 +66,7 @@ def test_a_teacher_scores_at_temperature_1() -> None:
         (["dual_clip=1.1"], "dual_clip", "1 + 0.2"),
         (["kind=opo", "behaviour_correction=in_ratio"], "behaviour_correction", "no ratio"),
         (["kind=tis", "behaviour_floor=0.5"], "behaviour_floor", "no lower bound"),
-        (["kind=mis", "behaviour_correction=auto"], "behaviour_level", "auto chooses it"),
+        (["kind=mis", "behaviour_correction=auto"], "behaviour_level", "single tokens"),
         (["kind=icepop", "behaviour_correction=auto"], "behaviour_floor", "no lower bound"),
         (["behaviour_correction=auto", "behaviour_cap=0.9"], "behaviour_cap", "w = 1"),
         (["kind=icepop", "behaviour_floor=1"], "behaviour_floor", "w = 1"),
