@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 ArrayLike: TypeAlias = "Sequence[float] | np.ndarray"
 
 
+def first_routes(held: bytes, given: bytes, width: int) -> tuple[bytes, int]:
+    """``given`` with the routes that its first tokens have in ``held``, ``width`` bytes each; the first without."""
+    rows = _array(given, "<u1").reshape(-1, width).copy()
+    before = _array(held, "<u1").reshape(-1, width)
+    known = (before != 255).any(axis=1)
+    rows[: len(before)][known] = before[known]
+    missing = (rows == 255).all(axis=1)
+    return rows.tobytes(), int(missing.argmax()) if missing.any() else len(rows)
+
+
 def _array(values: bytes, dtype: str) -> np.ndarray:
     import numpy as np  # on use: a process that scores starts in two thirds of the time without it
 
@@ -121,16 +131,6 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
     def routed(self, routes: bytes) -> TokenColumns:
         """With ``routes`` of the same tokens. Raises ValueError for another number."""
         return msgspec.structs.replace(self, routes=routes)
-
-    @staticmethod
-    def first_routes(held: bytes, given: bytes, width: int) -> tuple[bytes, int]:
-        """``given`` with the routes that its first tokens have in ``held``, ``width`` bytes each; the first without."""
-        rows = _array(given, "<u1").reshape(-1, width).copy()
-        before = _array(held, "<u1").reshape(-1, width)
-        known = (before != 255).any(axis=1)
-        rows[: len(before)][known] = before[known]
-        missing = (rows == 255).all(axis=1)
-        return rows.tobytes(), int(missing.argmax()) if missing.any() else len(rows)
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4

@@ -7,7 +7,7 @@ a retry can succeed. This module never retries; the controller retries whole gro
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -262,11 +262,8 @@ class CompletionClient:
         pinned = ref if self.pins else None
         streamed = None if arrived is None else _PartReader(arrived, pinned)
         _, choices = await self.complete(ref, request, timeout_s, streamed)
-        routes, n_routes = choices[0].prompt_routes, len(request.prompt) - request.routes_from
-        answers = [
-            replace(_generation(choice, pinned, routes, n_routes), routes_from=request.routes_from)
-            for choice in choices
-        ]
+        routes, n_prompt = choices[0].prompt_routes, len(request.prompt)
+        answers = [_generation(choice, pinned, routes, n_prompt, request.routes_from) for choice in choices]
         if request.return_kept and not all(answer.columns.kept_counts.all() for answer in answers):
             raise GenerationFault(FaultKind.PROTOCOL, f"{ref}: tokens of a truncated distribution without its ids")
         return answers
@@ -376,11 +373,17 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(
-    choice: SampledChoice, pinned: AdapterRef | None, routes: bytes = b"", n_routes: int = 0, *, some: bool = False
+    choice: SampledChoice,
+    pinned: AdapterRef | None,
+    routes: bytes = b"",
+    n: int = 0,
+    start: int = 0,
+    *,
+    some: bool = False,
 ) -> Generation:
     """Tokens carry the version that the server reports (contract C2), and where it returns them their routes.
 
-    With ``some`` there may be no tokens.
+    ``routes`` are those of the ``n`` tokens of the prompt from ``start`` on. With ``some`` there may be no tokens.
     """
     none = some and not choice.columns and not choice.token_ids
     columns = TokenColumns.unsampled([]) if none else choice.columns or _columns(choice, pinned)
@@ -389,7 +392,7 @@ def _generation(
     if columns.runs[:, 0].min(initial=0) < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
-    if len(routes) * len(columns) != len(columns.routes) * n_routes:
+    if len(routes) * len(columns) != len(columns.routes) * (n - start):
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has routes for a part of its tokens")
     return Generation(
         columns=columns,
@@ -397,6 +400,7 @@ def _generation(
         text=choice.text,
         top_logprobs=choice.logprobs.top_ids if choice.logprobs else None,
         prompt_routes=routes,
+        routes_from=start,
     )
 
 

@@ -30,6 +30,7 @@ from areal_lora.network.http_server import ParsedText, StructuredOutputs, ToolCa
 from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
 from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tokens import first_routes
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class PackedTurns:
         if answer.prompt_routes and start <= self.n_routed:
             size = self.route_bytes = len(answer.prompt_routes) // (len(self) - start)
             given = answer.prompt_routes + (answer.columns.routes or b"\xff" * (size * len(answer.columns)))
-            self.routes[size * start :], n = TokenColumns.first_routes(bytes(self.routes[size * start :]), given, size)
+            self.routes[size * start :], n = first_routes(bytes(self.routes[size * start :]), given, size)
             self.n_routed = start + n
         self.parts.append(answer.columns.routed(b""))
         self.finish_reason = answer.finish_reason
