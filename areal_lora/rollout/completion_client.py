@@ -89,7 +89,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     its text. ``logprobs``: so many of the likeliest tokens come with each token. The client fills in ``model`` and
     ``pin_version``. With ``return_columns`` our servers answer in columns; stock vLLM, of `areal-lora eval`, does not.
     ``return_kept``: they have the ids that were kept for each token, and log-probabilities normalised over them.
-    Of the prompt's tokens the first ``routes_from`` come without their routes.
+    The first ``routes_from`` tokens of the prompt come without routes.
     """
 
     prompt: Sequence[int]
@@ -373,17 +373,11 @@ def _served_ref(completion: Completion, requested: AdapterRef, *, exactly: bool)
 
 
 def _generation(
-    choice: SampledChoice,
-    pinned: AdapterRef | None,
-    routes: bytes = b"",
-    n: int = 0,
-    start: int = 0,
-    *,
-    some: bool = False,
+    choice: SampledChoice, pinned: AdapterRef | None, routes: bytes = b"", n: int = 0, at: int = 0, some: bool = False
 ) -> Generation:
     """Tokens carry the version that the server reports (contract C2), and where it returns them their routes.
 
-    ``routes`` are those of the ``n`` tokens of the prompt from ``start`` on. With ``some`` there may be no tokens.
+    ``routes`` are those of the ``n`` tokens of the prompt from ``at`` on. With ``some`` there may be no tokens.
     """
     none = some and not choice.columns and not choice.token_ids
     columns = TokenColumns.unsampled([]) if none else choice.columns or _columns(choice, pinned)
@@ -392,7 +386,7 @@ def _generation(
     if columns.runs[:, 0].min(initial=0) < 0 or not (abs(columns.scores) < float("inf")).all():
         what = "tokens of the base model, or log-probabilities that are not finite"
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has {what}")
-    if len(routes) * len(columns) != len(columns.routes) * (n - start):
+    if len(routes) * len(columns) != len(columns.routes) * (n - at):
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} has routes for a part of its tokens")
     return Generation(
         columns=columns,
@@ -400,7 +394,7 @@ def _generation(
         text=choice.text,
         top_logprobs=choice.logprobs.top_ids if choice.logprobs else None,
         prompt_routes=routes,
-        routes_from=start,
+        routes_from=at,
     )
 
 
