@@ -2,7 +2,8 @@
 
 A function takes any of ``completion``, ``answer`` (or ``gold``), ``prompt``, ``messages``, ``columns``, ``n_tokens``
 and ``finish_reason``, and columns of the data set by name; ``**kwargs`` gets everything. A function that names neither
-``completion`` nor ``completions`` gets the completion and the answer in its first two parameters.
+``completion`` nor ``completions`` gets the completion and the answer in its first two parameters, unless the first is
+one of these names: then nothing states what the second is.
 
 A coroutine function scores the answers of a batch concurrently. A function with a parameter ``completions`` scores a
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
@@ -151,8 +152,10 @@ class RewardCall:
     def _call(self, fields: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
         assert self.parameters is not None
         known = {"gold": fields.get("answer"), **columns, **fields}
+        first, *_ = self.parameters
         explicit = any(p.name in ("completion", "completions") for p in self.parameters)
-        first_two = [] if explicit else [fields["completion"], fields["answer"]]
+        by_name = explicit or (first.kind in _KEYWORD and first.name in known)
+        first_two = [] if by_name else [fields["completion"], fields["answer"]]
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for index, parameter in enumerate(self.parameters):
