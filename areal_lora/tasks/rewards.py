@@ -58,6 +58,9 @@ _TOKEN = re.compile(
 )
 _ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_HEADING = re.compile(
+    r"[\W_]*+(?:(?<!\\)[^\W\d_]{2,}|[0-9]+[.)] \W*[^\W\d_]|$)"
+)  # prose, a numbered heading, or nothing
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
@@ -75,8 +78,8 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""Return the stated answer of a worked solution, or None.
 
-    The order of precedence is: the first ``#### x``, the last ``\boxed{x}``, the last ``answer is x`` (also ``answer:
-    x``), the last number in the text. A marker without a number after it gives None.
+    The order of precedence is: ``#### x`` (`marked_answer`), the last ``\boxed{x}``, the last ``answer is x`` (also
+    ``answer: x``), the last number in the text. A marker without a number after it gives None.
     """
     text = _normalize(text)
     if (final := marked_answer(text)) is not None:
@@ -244,9 +247,17 @@ def _first_line(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """The rest of the line after the first ``####``, as in GSM8K; None without one."""
-    _, marker, tail = text.partition("####")
-    return _first_line(tail) if marker else None
+    """The rest of the line after the first ``####`` that states an answer, as in GSM8K; None without one.
+
+    Reasoning before ``</think>`` does not count, nor do headings and ``####`` in prose. A text that ends with a marked
+    line, and states no answer in another way, has it as its answer, whatever it is.
+    """
+    line, rest = None, ""
+    for tail in text.rpartition("</think>")[2].split("####")[1:]:
+        line, _, rest = tail.lstrip(" ").partition("\n")
+        if not _HEADING.match(line):
+            return line
+    return None if rest.strip() or r"\boxed" in text or _ANSWER_IS.search(text) else line
 
 
 def braced(text: str) -> str | None:
