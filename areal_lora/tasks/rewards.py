@@ -27,7 +27,8 @@ from areal_lora.types import Outcome, gold_text
 class Graded(TypedDict, total=False):
     """Return type of a reward function in place of a number: the reward, and whether the answer is correct.
 
-    Further entries are named components of the reward; without ``reward`` their sum is the reward.
+    Further entries are named components of the reward; without ``reward`` their sum is the reward. verl's ``score`` is
+    a reward, too.
     """
 
     reward: float
@@ -147,10 +148,13 @@ def grade(value: object) -> Score:
     """The score that a reward function returned as ``value``. Raises TypeError, ValueError, OverflowError.
 
     A bool states whether the answer is correct, and its reward is 1 or 0. A mapping may have ``correct``; its other
-    entries are named components, and the reward is its ``reward``, or else the sum of the components.
+    entries are named components, and the reward is its ``reward``, or else the sum of the components. With ``score`` in
+    place of ``reward`` it is one of verl's.
     """
     correct: object = None
     components: dict[str, float] = {}
+    if isinstance(value, Mapping) and "score" in value and "reward" not in value:
+        value = _of_verl(value)
     if isinstance(value, Mapping):
         for name, part in value.items():
             if name not in ("reward", "correct"):
@@ -168,6 +172,16 @@ def grade(value: object) -> Score:
         correct = value
     graded = None if correct is None else bool(correct)
     return Score(reward=reward, outcome=Outcome.OK, correct=graded, components=components)
+
+
+def _of_verl(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``value`` in the terms of `grade`: verl's reward managers train on ``score`` and log all other entries alone."""
+    given = dict(value)
+    reward, acc = given.pop("score"), given.get("acc")
+    if acc in (True, False):
+        given.setdefault("correct", given.pop("acc"))
+    numbers = {name: part for name, part in given.items() if not isinstance(part, str | None)}
+    return {name: int(part) if isinstance(part, bool) else part for name, part in numbers.items()} | {"reward": reward}
 
 
 def _number(what: str, value: Any) -> float:
