@@ -74,7 +74,8 @@ class Score:
     """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` and ``cause`` state the reason.
 
     ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
-    named parts of the reward, if it has any.
+    named parts of the reward, if it has any. ``applies`` is false where a function returned None: of several rewards it
+    is not the one for this answer.
     """
 
     reward: float
@@ -83,11 +84,12 @@ class Score:
     correct: bool | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     cause: Cause = Cause.OTHER
+    applies: bool = True
 
     @classmethod
-    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> "Score":
+    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER, *, applies: bool = True) -> "Score":
         """An answer that could not be scored."""
-        return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
+        return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause, applies=applies)
 
 
 class Style(StrEnum):
