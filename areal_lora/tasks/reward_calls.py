@@ -7,6 +7,7 @@ one of these names: then nothing states what the second is.
 
 A coroutine function scores the answers of a batch concurrently. A function with a parameter ``completions`` scores a
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
+Completions annotated ``list[list[dict]]`` are messages, as in TRL's chats.
 """
 
 import asyncio
@@ -141,6 +142,8 @@ class RewardCall:
         """Score a batch. Raises what the function raises, ValueError for another number of rewards than answers."""
         each = [_fields(item) for item in items]
         fields = {name: [values[single] for values in each] for name, single in _BATCHED.items()}
+        if any(p.name == "completions" and _is_chat(p.annotation) for p in self.parameters or ()):
+            fields["completions"] = [[{"role": "assistant", "content": item.completion}] for item in items]
         names = {name: None for item in items for name in item.columns}
         columns = {name: [item.columns.get(name) for item in items] for name in names}
         result = self._call(fields, columns)
@@ -174,6 +177,11 @@ class RewardCall:
                 have = ", ".join(columns) or "none"
                 raise TypeError(f"the reward requires {parameter.name!r}, the data set's columns are: {have}")
         return self.function(*positional, **named)
+
+
+def _is_chat(annotation: Any) -> bool:
+    """Whether the annotation, which may be text, is of one list of messages per answer."""
+    return str(annotation).lower().replace("typing.", "").replace(" ", "").startswith("list[list[dict")
 
 
 def _fields(item: ScoreItem) -> dict[str, Any]:
