@@ -133,11 +133,15 @@ def reward_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
         samples = load_samples(adapter.task, "train")[:ROWS] if checked else []
         items = [ScoreItem.of(sample, sample.gold or "1", n_tokens=1, finish_reason="stop") for sample in samples]
         for place, reward in checked:
-            if (problem := _reward_problem(place, reward, items)) is not None:
+            if (problem := _reward_problem(place, reward, items, alone=len(adapter.rewards) == 1)) is not None:
                 yield problem
 
 
-def _reward_problem(place: str, reward: sections.FunctionReward, items: Sequence[ScoreItem]) -> ConfigError | None:
+def _reward_problem(
+    place: str, reward: sections.FunctionReward, items: Sequence[ScoreItem], *, alone: bool
+) -> ConfigError | None:
+    """The problem of the reward at ``place``; unless it is ``alone``, it need not apply to any of these rows."""
+
     async def scored() -> list[Score]:
         async with ScorerPool(reward) as pool:
             return await pool.score([] if reward.network else items)
@@ -147,7 +151,7 @@ def _reward_problem(place: str, reward: sections.FunctionReward, items: Sequence
             scores = thread.submit(asyncio.run, scored()).result()
     except ConfigError as error:
         return ConfigError(f"{place}.path", error.reason, error.fix)
-    if not scores or any(score.outcome is Outcome.OK for score in scores):
+    if not scores or any(score.outcome is Outcome.OK or not (score.applies or alone) for score in scores):
         return None
     reason = f"it fails on the gold answers of the first {len(scores)} rows: {scores[0].detail}"
     return ConfigError(f"{place}.path", reason, "correct the function")

@@ -12,6 +12,7 @@ may take as arguments. ``gsm8k`` is a preset of ``dataset``.
 import csv
 import datetime
 import decimal
+import difflib
 import json
 import random
 import re
@@ -33,7 +34,7 @@ from areal_lora.types import Sample
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 HELD_OUT = 256  # rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,16 +334,22 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
 
 
 def _filled(template: str, row: Row, prompt_column: str) -> str:
-    """``template`` with the row's columns. Braces around anything else stay: a template may contain ``\\boxed{}``."""
-    own = "prompt" if "prompt" in row.values else prompt_column
-    values = {name: str(value) for name, value in row.values.items()}
-    named = set(_PLACEHOLDER.findall(template))
-    if named & {"prompt", prompt_column}:
-        values["prompt"] = _text(row, own, "task.columns.prompt")
-        values[prompt_column] = _text(row, prompt_column, "task.columns.prompt")
-    elif not named & row.values.keys():
-        columns = ", ".join(f"{{{name}}}" for name in row.values)
-        raise ConfigError("task.format.template", "names no column", f"write {{prompt}} or one of {columns}")
+    """``template`` with the row's columns. Braces around anything else stay: a template may contain ``\\boxed{}``.
+
+    Raises ConfigError for a placeholder that is almost a column, or a missing field of one.
+    """
+    values, wrong = dict[str, str](), ""
+    known = list(dict.fromkeys(("prompt", *names_in(row.values))))
+    for name in _PLACEHOLDER.findall(template):
+        if name in ("prompt", prompt_column):
+            values[name] = _text(row, prompt_column, "task.columns.prompt")
+        elif name in known:
+            values[name] = str(value_of(row.values, name))
+        elif name.partition(".")[0] in row.values or difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+            wrong = name
+    if wrong or not values:
+        reason = f"{{{wrong}}} is no column of {row.place}" if wrong else "names no column"
+        raise ConfigError("task.format.template", reason, f"write one of {', '.join(f'{{{name}}}' for name in known)}")
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 

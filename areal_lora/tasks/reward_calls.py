@@ -2,10 +2,12 @@
 
 A function takes any of ``completion``, ``answer`` (or ``gold``), ``prompt``, ``messages``, ``columns``, ``n_tokens``
 and ``finish_reason``, and columns of the data set by name; ``**kwargs`` gets everything. A function that names neither
-``completion`` nor ``completions`` gets the completion and the answer in its first two parameters.
+``completion`` nor ``completions`` gets the completion and the answer in its first two parameters, unless the first is
+one of these names: then nothing states what the second is.
 
 A coroutine function scores the answers of a batch concurrently. A function with a parameter ``completions`` scores a
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
+Completions annotated ``list[list[dict]]`` are messages, as in TRL's chats.
 """
 
 import asyncio
@@ -73,7 +75,8 @@ class Score:
     """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` and ``cause`` state the reason.
 
     ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
-    named parts of the reward, if it has any.
+    named parts of the reward, if it has any. ``applies`` is false where a function returned None: of several rewards it
+    is not the one for this answer.
     """
 
     reward: float
@@ -82,11 +85,12 @@ class Score:
     correct: bool | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     cause: Cause = Cause.OTHER
+    applies: bool = True
 
     @classmethod
-    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> "Score":
+    def fault(cls, outcome: Outcome, detail: str, cause: Cause = Cause.OTHER, *, applies: bool = True) -> "Score":
         """An answer that could not be scored."""
-        return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
+        return cls(reward=math.nan, outcome=outcome, detail=detail, cause=cause, applies=applies)
 
 
 class Style(StrEnum):
@@ -138,6 +142,8 @@ class RewardCall:
         """Score a batch. Raises what the function raises, ValueError for another number of rewards than answers."""
         each = [_fields(item) for item in items]
         fields = {name: [values[single] for values in each] for name, single in _BATCHED.items()}
+        if any(p.name == "completions" and _is_chat(p.annotation) for p in self.parameters or ()):
+            fields["completions"] = [[{"role": "assistant", "content": item.completion}] for item in items]
         names = {name: None for item in items for name in item.columns}
         columns = {name: [item.columns.get(name) for item in items] for name in names}
         result = self._call(fields, columns)
@@ -151,8 +157,10 @@ class RewardCall:
     def _call(self, fields: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
         assert self.parameters is not None
         known = {"gold": fields.get("answer"), **columns, **fields}
+        first, *_ = self.parameters
         explicit = any(p.name in ("completion", "completions") for p in self.parameters)
-        first_two = [] if explicit else [fields["completion"], fields["answer"]]
+        by_name = explicit or (first.kind in _KEYWORD and first.name in known)
+        first_two = [] if by_name else [fields["completion"], fields["answer"]]
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for index, parameter in enumerate(self.parameters):
@@ -169,6 +177,11 @@ class RewardCall:
                 have = ", ".join(columns) or "none"
                 raise TypeError(f"the reward requires {parameter.name!r}, the data set's columns are: {have}")
         return self.function(*positional, **named)
+
+
+def _is_chat(annotation: Any) -> bool:
+    """Whether the annotation, which may be text, is of one list of messages per answer."""
+    return str(annotation).lower().replace("typing.", "").replace(" ", "").startswith("list[list[dict")
 
 
 def _fields(item: ScoreItem) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from areal_lora.types import Outcome, gold_text
 class Graded(TypedDict, total=False):
     """Return type of a reward function in place of a number: the reward, and whether the answer is correct.
 
-    Further entries are named components of the reward; without ``reward`` their sum is the reward.
+    Further entries are named components of the reward; without ``reward`` their sum is the reward. verl's ``score`` is
+    a reward, too.
     """
 
     reward: float
@@ -58,6 +59,9 @@ _TOKEN = re.compile(
 )
 _ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_HEADING = re.compile(
+    r"[\W_]*+(?:(?<!\\)[^\W\d_]{2,}|[0-9]+[.)] \W*[^\W\d_]|$)"
+)  # prose, a numbered heading, or nothing
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
@@ -75,8 +79,8 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""Return the stated answer of a worked solution, or None.
 
-    The order of precedence is: the first ``#### x``, the last ``\boxed{x}``, the last ``answer is x`` (also ``answer:
-    x``), the last number in the text. A marker without a number after it gives None.
+    The order of precedence is: ``#### x`` (`marked_answer`), the last ``\boxed{x}``, the last ``answer is x`` (also
+    ``answer: x``), the last number in the text. A marker without a number after it gives None.
     """
     text = _normalize(text)
     if (final := marked_answer(text)) is not None:
@@ -144,10 +148,13 @@ def grade(value: object) -> Score:
     """The score that a reward function returned as ``value``. Raises TypeError, ValueError, OverflowError.
 
     A bool states whether the answer is correct, and its reward is 1 or 0. A mapping may have ``correct``; its other
-    entries are named components, and the reward is its ``reward``, or else the sum of the components.
+    entries are named components, and the reward is its ``reward``, or else the sum of the components. With ``score`` in
+    place of ``reward`` it is one of verl's.
     """
     correct: object = None
     components: dict[str, float] = {}
+    if isinstance(value, Mapping) and "score" in value and "reward" not in value:
+        value = _of_verl(value)
     if isinstance(value, Mapping):
         for name, part in value.items():
             if name not in ("reward", "correct"):
@@ -165,6 +172,16 @@ def grade(value: object) -> Score:
         correct = value
     graded = None if correct is None else bool(correct)
     return Score(reward=reward, outcome=Outcome.OK, correct=graded, components=components)
+
+
+def _of_verl(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``value`` in the terms of `grade`: verl's reward managers train on ``score`` and log all other entries alone."""
+    given = dict(value)
+    reward, acc = given.pop("score"), given.get("acc")
+    if acc in (True, False):
+        given.setdefault("correct", given.pop("acc"))
+    numbers = {name: part for name, part in given.items() if not isinstance(part, str | None)}
+    return {name: int(part) if isinstance(part, bool) else part for name, part in numbers.items()} | {"reward": reward}
 
 
 def _number(what: str, value: Any) -> float:
@@ -244,9 +261,17 @@ def _first_line(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """The rest of the line after the first ``####``, as in GSM8K; None without one."""
-    _, marker, tail = text.partition("####")
-    return _first_line(tail) if marker else None
+    """The rest of the line after the first ``####`` that states an answer, as in GSM8K; None without one.
+
+    Reasoning before ``</think>`` does not count, nor do headings and ``####`` in prose. A text that ends with a marked
+    line, and states no answer in another way, has it as its answer, whatever it is.
+    """
+    line, rest = None, ""
+    for tail in text.rpartition("</think>")[2].split("####")[1:]:
+        line, _, rest = tail.lstrip(" ").partition("\n")
+        if not _HEADING.match(line):
+            return line
+    return None if rest.strip() or r"\boxed" in text or _ANSWER_IS.search(text) else line
 
 
 def braced(text: str) -> str | None:

@@ -9,8 +9,8 @@ The child enforces the time limit of an answer and ends itself. The parent's lim
 while the parent's event loop runs, so a stalled event loop or a stopped parent never kills a child.
 
 A :class:`RewardSum` has a pool for each reward of an adapter; the score of an answer is their weighted sum. The first
-reward states what is correct. An answer that one of them could not score is not scored: the first such outcome is the
-answer's.
+reward that applies states what is correct. An answer that one of them could not score is not scored: the first such
+outcome is the answer's.
 """
 
 import asyncio
@@ -371,18 +371,23 @@ class RewardSum:
 
 
 def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[float]) -> Score:
-    """The sum of one answer's ``scores``. The value of a named reward is a part, unweighted, and so are its parts."""
-    for name, score in zip(names, scores, strict=True):
+    """The sum of one answer's ``scores``. The value of a named reward is a part, unweighted, and so are its parts.
+
+    Rewards that do not apply to the answer do not count, unless none applies.
+    """
+    every = list(zip(names, scores, weights, strict=True))
+    applying = [each for each in every if each[1].applies] or every
+    for name, score, _ in applying:
         if score.outcome is not Outcome.OK:
             detail = f"{name}: {score.detail}" if name else score.detail
             return Score.fault(score.outcome, detail, score.cause)
     parts: dict[str, float] = {}
-    for name, score in zip(names, scores, strict=True):
+    for name, score, _ in applying:
         own = {name: score.reward} if name else {}
         parts |= own | {f"{name}/{part}" if name else part: value for part, value in score.components.items()}
     return Score(
-        reward=sum(weight * score.reward for weight, score in zip(weights, scores, strict=True)),
+        reward=sum(weight * score.reward for _, score, weight in applying),
         outcome=Outcome.OK,
-        correct=scores[0].correct,
+        correct=applying[0][1].correct,
         components=parts,
     )

@@ -190,8 +190,9 @@ class Judge:
             else:
                 alone = not self.setup.network
                 cause = Cause.OTHER if self.setup.is_served else cause_of(error, alone=alone)
-                score = Score.fault(Outcome.ERROR, describe(error, self.call.function), cause)
-                raised = trace(error)
+                detail, applies = describe(error, self.call.function), value is not None
+                score = Score.fault(Outcome.ERROR, detail, cause, applies=applies)
+                raised = trace(error) if applies else ""
         if threads() - before:
             score, tainted = Score.fault(Outcome.ERROR, "a thread that it started is still running"), True
         return ScoreResult(

@@ -141,8 +141,9 @@ def bootstrap(values: Sequence[float]) -> Interval | None:
 def vote_of(reward_kind: str, text: str) -> str | None:
     r"""The answer that ``text`` states, as text; None if it states none.
 
-    For the reward ``numeric_match`` it is the number that the reward compares. For others it is what follows ``####``,
-    else the content of the last ``\boxed{}``, else the last line, without white space around it.
+    For the reward ``numeric_match`` it is the number that the reward compares. For others it is the `marked_answer`,
+    else the content of the last ``\boxed{}``, else one word after the last ``####``, else the last line, without white
+    space around it.
     """
     if reward_kind == "numeric_match":
         number = extract_answer(text)
@@ -153,4 +154,6 @@ def vote_of(reward_kind: str, text: str) -> str | None:
     if marker and "}" in tail:
         content = braced("{" + tail)
         return (tail if content is None else content).strip() or None
-    return text.strip().rpartition("\n")[2].strip() or None
+    _, marker, tail = text.rpartition("####")
+    word = tail.partition("\n")[0].strip()
+    return word if marker and word.isalpha() else text.strip().rpartition("\n")[2].strip() or None

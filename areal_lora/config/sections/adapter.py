@@ -310,7 +310,7 @@ class AdapterConfig(Section):
 
     @property
     def rewards(self) -> list[tasks.RewardConfig]:
-        """The rewards, at least one; the first one states what is correct."""
+        """The rewards, at least one; of those that apply to an answer the first states what is correct."""
         return self.reward if isinstance(self.reward, list) else [self.reward]
 
     @property

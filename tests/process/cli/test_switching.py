@@ -14,7 +14,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.config.sections.task import FunctionReward
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.reward_calls import ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from tests.support.cli.command import forked_python
 from tests.support.docs import blocks, section
@@ -27,6 +27,11 @@ COMPUTE_SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info["index"] >= 0
     return float(solution_str.rpartition("####")[2].strip() == ground_truth)
+"""
+COMPUTE_DICT = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    pred = solution_str.rpartition("####")[2].strip()
+    return {"score": 1.0 if pred == ground_truth else -1.0, "acc": pred == ground_truth, "pred": pred, "index": 7}
 """
 
 
@@ -89,14 +94,16 @@ def test_data_and_rewards_of_verl(folder: Path) -> None:
     sample = load_samples(task.model_copy(update={"train": str(folder / "train.parquet")}), "train")[7]
     assert (sample.messages, sample.answer) == (({"role": "user", "content": "What is 7 plus 1?"},), "8")
 
-    async def scored() -> list[float]:
-        given = [
-            ScoreItem(completion=text, answer=sample.answer, columns=dict(sample.columns))
-            for text in ("#### 8", "#### 9")
-        ]
-        async with ScorerPool(reward.model_copy(update={"path": f"{folder / 'verl_reward.py'}:reward"})) as pool:
+    given = [ScoreItem(completion=f"#### {n}", answer=sample.answer, columns=dict(sample.columns)) for n in (8, 9)]
+    path = folder / "verl_reward.py"
+
+    async def scored() -> list[Score]:
+        async with ScorerPool(reward.model_copy(update={"path": f"{path}:reward"})) as pool:
             scores = await pool.score(given)
         assert [score.detail for score in scores] == ["", ""], scores
-        return [score.reward for score in scores]
+        return scores
 
-    assert asyncio.run(scored()) == [1.0, 0.0]
+    assert [score.reward for score in asyncio.run(scored())] == [1.0, 0.0]
+    (folder / "compute_score.py").write_text(COMPUTE_DICT)
+    both = asyncio.run(scored())
+    assert [(score.reward, score.correct) for score in both] == [(1.0, True), (-1.0, False)]

@@ -4,12 +4,15 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from areal_lora.config.sections.task import CodeReward
 from areal_lora.tasks import scorer_setup
@@ -189,6 +192,36 @@ def test_the_time_of_an_answer_bounds_all_its_tests(monkeypatch):
 )
 def test_the_last_block_of_python(text, program):
     assert extract_program(text) == program
+
+
+def by_lines(text: str) -> str | None:
+    """The last program of ``text``, found line by line."""
+    found, language, body = None, None, list[str]()
+    for line in text.splitlines(keepends=True):
+        fence = line.strip(" \t").startswith("```")
+        if language is not None and fence:
+            found = "".join(body) if language in ("", "python", "python3", "py") else found
+            language = None
+        elif language is not None:
+            body.append(line)
+        elif fence and line.endswith("\n"):
+            head = line.strip(" \t").removeprefix("```").lstrip(" \t")
+            language, body = "".join(takewhile(lambda c: c.isalnum() or c in "_+#.-", head)).lower(), []
+    return found
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from(["```", "```", "\n", "\n", " ", "\t", "py", "Python", "sh", "+", "`", "x y", "é"])))
+def test_programs_are_those_that_a_scan_by_lines_finds(parts):
+    assert extract_program("".join(parts)) == by_lines("".join(parts))
+
+
+@pytest.mark.parametrize("run", [" ", "\t", "a", "#", " a"])
+def test_time_is_linear_in_a_last_line_without_an_end(run):
+    text = "```python\na\n```\n```" + run * (400_000 // len(run))
+    began = time.process_time()
+    assert extract_program(text) == "a\n"
+    assert time.process_time() - began < 3.0  # a quadratic scan takes 40 s
 
 
 def test_rows_without_tests_are_refused():

@@ -134,6 +134,28 @@ def test_columns_have_any_name_and_answers_any_type(tmp_path):
     assert [s.uid for s in made] == ["dataset/train/0", "dataset/train/1", "dataset/train/2"]
 
 
+def test_the_named_column_is_the_prompt_also_beside_one_called_prompt(tmp_path):
+    turns = [{"role": "user", "content": "old"}]
+    for old in ("old", turns):
+        rows = [{"prompt": old, "info": {"question": "new"}, "answer": "1", "hint": "h"}] * 2
+        for template in ("{prompt} {hint}", "{info.question} {hint}"):
+            fields = {"columns": {"prompt": "info.question"}, "format": {"template": template}}
+            assert [s.prompt for s in load_samples(general(tmp_path, rows, **fields), "train")] == ["new h"] * 2
+
+
+def test_a_field_of_an_object_fills_a_template(tmp_path):
+    rows = [{**row, "meta": {"hint": "carry {level}"}} for row in ROWS[:1]]
+    made = load_samples(general(tmp_path, rows, format={"template": r"{problem} ({meta.hint}) \boxed{x.y}"}), "train")
+    assert [s.prompt for s in made] == [r"one (carry {level}) \boxed{x.y}"]
+
+
+@pytest.mark.parametrize("wrong", ["porblem", "problems", "meta.hnt", "meta.other", "promt"])
+def test_a_misspelled_placeholder_is_refused_beside_a_right_one(tmp_path, wrong):
+    rows = [{**row, "meta": {"hint": "x"}} for row in ROWS]
+    with pytest.raises(ConfigError, match=rf"template: {{{wrong}}} is no column of .*:1 .*{{problem}}.*{{meta.hint}}"):
+        load_samples(general(tmp_path, rows, format={"template": "{problem} {" + wrong + "}"}), "train")
+
+
 def test_no_answer(tmp_path):
     columns = {"prompt": "problem", "answer": None}
     made = load_samples(general(tmp_path, columns=columns, n_eval=2), "eval")

@@ -17,6 +17,10 @@ def test_each_task_writes_its_own_prompt() -> None:
     assert typed_sample(DatasetTask(kind="gsm8k"), "1 + 1?").prompt == "Question: 1 + 1?\nAnswer:"
     task = DatasetTask(train="x.jsonl", columns=Columns(prompt="problem"), format=PromptFormat(template="<{problem}>"))
     assert typed_sample(task, "say {x}").prompt == "<say {x}>"
+    nested = DatasetTask(
+        train="x.jsonl", columns=Columns(prompt="a.b"), format=PromptFormat(template="{a.b}! {prompt}")
+    )
+    assert typed_sample(nested, "go").prompt == "go! go"
 
 
 def test_a_chat_has_its_system_prompt_and_the_turns_before() -> None:

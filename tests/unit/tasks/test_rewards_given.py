@@ -1,4 +1,4 @@
-"""Answers of a data set that are trained on, and the check of all rows before a start."""
+"""Answers of a data set that are trained on, the check of all rows before a start, and results in the form of verl."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.check import task_problems
 from areal_lora.tasks.datasets import given_answer
+from areal_lora.tasks.rewards import grade
 from areal_lora.types import Sample
 from tests.support.paths import EXAMPLES
 
@@ -51,3 +52,42 @@ def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compare
     assert not list(task_problems(load_config(FILES, keys), online=False, resumed=True)), "its rows stay"
     for reward in ("math_verify", "none"):
         assert not list(task_problems(load_config(FILES, [*keys, f"adapters.0.reward.kind={reward}"]), online=False))
+
+
+def verl_reward(result: float | dict[str, object]) -> float:
+    """As `NaiveRewardManager.__call__` of verl reads a result; it logs everything else."""
+    return float(result["score"]) if isinstance(result, dict) else float(result)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "correct", "logged"),
+    [
+        ({"score": 1.0, "acc": 1.0}, True, {}),
+        ({"score": -1, "acc": 0, "len": 812}, False, {"len": 812.0}),
+        ({"score": 1.0, "acc": True, "pred": "18"}, True, {}),
+        ({"score": -1.0, "acc": False, "pred": None, "boxed": True}, False, {"boxed": 1.0}),
+        ({"score": 0.25, "acc": 0.5}, None, {"acc": 0.5}),
+        ({"score": 0.25, "format": 0.1, "correct": True}, True, {"format": 0.1}),
+        ({"score": True}, True, {}),
+    ],
+)
+def test_a_result_of_verl_has_its_score_as_reward(
+    result: dict[str, object], correct: bool | None, logged: dict[str, float]
+) -> None:
+    graded = grade(result)
+    assert graded.reward == verl_reward(result)
+    assert (graded.correct, dict(graded.components)) == (correct, logged)
+
+
+def test_a_score_without_a_number_is_an_error_and_a_reward_has_precedence() -> None:
+    for result, words in (
+        ({"score": None}, "None"),
+        ({"score": "1"}, "a str"),
+        ({"score": 1, "x": []}, "'x' is a list"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            grade(result)
+    assert (grade({"reward": 0.5, "score": 2}).reward, grade({"reward": 0.5, "score": 2}).components) == (
+        0.5,
+        {"score": 2},
+    )

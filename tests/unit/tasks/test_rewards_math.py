@@ -35,6 +35,9 @@ math_verify = reward_call("math_verify").function
         (r"$\{1,2\}$", r"$\{2,1\}$"),
         (r"\boxed{(1,2)}", r"\boxed{(1,2)}"),
         (r"\boxed{x=3}", "3"),
+        ("#### Step 1: add\n2+3=5\n#### Step 2: answer\nSo \\boxed{18}", "18"),
+        ("<think> I output `#### answer`. 9*2=17 </think>\n#### 18", "18"),
+        ("<think> #### 17 </think> She makes $18$.", "18"),
     ],
 )
 def test_equal(completion, gold):
@@ -52,6 +55,7 @@ def test_equal(completion, gold):
         ("$x^2$", "x^3"),
         (r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
         ("$$$ \\frac{{{", "1"),
+        ("#### Step 1: add\n... \\boxed{18}", "1"),
     ],
 )
 def test_not_equal(completion, gold):

@@ -594,6 +594,18 @@ def missing(completion, colour):
 
 def anything(text, gold, **columns):
     return float(text == gold) + columns["level"]
+
+def by_place(text, columns):
+    return float(text == "8") + columns["level"]
+
+def of_prompt(prompt, response, answer):
+    return float(answer in response)
+
+def of_column(level, solution_str, ground_truth=None):
+    return float(ground_truth is None)
+
+def of_answer(answer, response=None):
+    return float(response is None) + 2 * float(answer == "7")
 """
 
 
@@ -625,6 +637,14 @@ def test_a_reward_takes_columns_and_figures_by_name_and_names_its_parts(tmp_path
     assert "requires 'colour', the data set's columns are: level, answer" in absent.detail
     [[named]] = call(tmp_path, "anything", rows("7"))
     assert named.reward == 3.0
+
+
+def test_a_parameter_behind_a_known_name_is_never_the_gold_answer(tmp_path):
+    for name in ("of_prompt", "of_column"):
+        [[refused]] = call(tmp_path, name, rows("8"))
+        assert refused.outcome is Outcome.ERROR, name
+        assert "requires '" in refused.detail
+    assert [call(tmp_path, name, rows("8"))[0][0].reward for name in ("of_answer", "by_place")] == [3.0, 3.0]
 
 
 def test_an_async_reward_scores_a_batch_concurrently_and_each_answer_has_its_time(tmp_path):

@@ -15,6 +15,12 @@ def short(completion):
 
 def fails(completion):
     return 1 / (completion != "0")
+
+def of_letters(completions):
+    return [{"reward": 0.5, "length": len(text), "correct": True} if text.isalpha() else None for text in completions]
+
+def of_digits(completion):
+    return completion == "7" if completion.isdigit() else None
 """
 
 
@@ -66,6 +72,25 @@ def test_an_answer_that_one_reward_cannot_score_is_not_scored(own):
     assert (fault.outcome, fine.outcome, fine.reward) == (Outcome.ERROR, Outcome.OK, 2.0)
     assert math.isnan(fault.reward)
     assert fault.detail.startswith("fails: ZeroDivisionError")
+
+
+def test_a_reward_that_does_not_apply_is_no_term_of_the_sum(own):
+    rewards = [own("of_letters"), own("of_digits"), own("short")]
+    letters, right, wrong = score(rewards, "ab", "7", "08", weights=(2.0, 3.0, 0.1))
+    assert letters.reward == pytest.approx(2 * 0.5 - 0.1 * 2)
+    assert dict(letters.components) == {"of_letters": 0.5, "of_letters/length": 2, "short": -2, "short/characters": 2}
+    assert (right.reward, wrong.reward) == (pytest.approx(3 - 0.1), pytest.approx(-0.2))
+    assert set(right.components) == {"of_digits", "short", "short/characters"}
+    assert [s.correct for s in (letters, right, wrong)] == [True, True, False], "the first that applies decides"
+
+
+def test_an_answer_to_which_no_reward_applies_is_an_error(own):
+    both, none = score([own("of_letters"), own("of_digits")], "7", "?")
+    assert (both.outcome, both.reward, none.outcome) == (Outcome.OK, 1.0, Outcome.ERROR)
+    assert none.detail.startswith("of_letters: TypeError: the reward returned None, not a number")
+    assert score([own("of_digits")], "?")[0].outcome is Outcome.ERROR
+    fault, _ = score([own("of_letters"), own("fails")], "0", "7")
+    assert fault.detail.startswith("fails: ZeroDivisionError"), "a fault stays one"
 
 
 def test_a_reward_that_cannot_be_loaded_is_one_error_and_ends_the_others(own):
