@@ -257,11 +257,18 @@ class Session:
         return f"[{b','.join(kept).decode()}]" if kept else ""
 
     def item(self, sample: Sample) -> ScoreItem:
-        """What the configured reward gets: the last completion."""
+        """What the configured reward gets: the last completion, with its conversation as the agent has sent it."""
         if self.last is None:
             return ScoreItem.of(sample, "")
         n_tokens, how = len(self.last.columns), self.last.finish_reason
-        return ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+        item = ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+        prompt, answer = self.records[-1].prompt, self.records[-1].answers[-1]
+        if isinstance(prompt, list):
+            prompt = self.context.tokenizer.decode(prompt, skip_special_tokens=False)
+        plain = None if prompt is None else [Turn(role="user", content=prompt), answer.turn]
+        turns = plain or self.turns[answer.conversation].turns()
+        # Arguments of calls stay text: it may spell numbers that msgpack does not have.
+        return msgspec.structs.replace(item, messages=[turn.message() for turn in turns])
 
     def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
         """All with the sample's one score."""
