@@ -164,8 +164,11 @@ class Session:
         self, request: SamplingRequest, prompt: WrittenPrompt, number: int, replies: Sequence[SampledReply]
     ) -> None:
         answers = list[AnswerRecord]()
+        longest = min(self.context.sampling.max_new_tokens, self.context.max_model_len - len(prompt.token_ids))
         for reply in replies:
             recorded = reply.sampled
+            if recorded.finish_reason == "length" and (request.max_tokens or longest) < longest:
+                recorded = replace(recorded, finish_reason="max_tokens")  # the agent's own, no limit of the run
             if request.grammar is not None and not self.context.evaluating:
                 recorded = replace(recorded, columns=TokenColumns.unsampled(recorded.token_ids))
             conversation = join(self.conversations, prompt.token_ids, recorded)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from tests.support.rollout.fake_server import FakeServer
@@ -63,6 +63,15 @@ def saying(texts: Sequence[str]) -> FakeServer:
     return FakeServer(models={str(V1)}, answer=answer, parse=find_calls)
 
 
+def rewarded(agent: Callable[[AgentTask], Any]) -> Callable[[AgentTask], Coroutine[Any, Any, AgentResult]]:
+    """Plays ``agent``, which returns its reward, as a worker does."""
+
+    async def play(task: AgentTask) -> AgentResult:
+        return AgentResult(reward=await agent(task))
+
+    return play
+
+
 def episode(
     agent: Callable[[AgentTask], Any],
     server: FakeServer,
@@ -81,7 +90,9 @@ def episode(
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
             )
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser=parser, kept=kept)
+            workflow = AgentWorkflow(
+                context=context, sessions=sessions, agent=rewarded(agent), tool_parser=parser, kept=kept
+            )
             return await workflow.run(prompt_of("1+1="), V1, seed=7)
 
     return asyncio.run(main())
