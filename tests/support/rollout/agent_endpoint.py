@@ -81,11 +81,12 @@ def episode(
     max_model_len: int = 32 * MAX_MODEL_LEN,
     kept: ConversationFile | None = None,
     scorer: Graded | None = None,
+    n_samples: int = 1,
 ) -> Episode:
-    """One sample; raises what the agent raises as a fault of the group."""
+    """Raises what the agent raises as a fault of the group."""
 
     async def main() -> Episode:
-        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 120.0})
+        sampling = SAMPLING.model_copy(update={"n_samples": n_samples, "timeout_s": 120.0})
         async with served(server, scorer or Graded(), sampling) as context, agent_gateway() as sessions:
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
