@@ -245,7 +245,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit of tokens, turns or time ended it."""
+        """Whether the run's limit of tokens, turns or time ended it."""
         return self.finish_reason in ("length", "max_turns", "timeout")
 
     @property

@@ -55,6 +55,14 @@ class AgentTask:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """Without a ``reward`` the configured one scores the sample. ``finish_reason`` is the run's limit that ended it."""
+
+    reward: float | Score | None = None
+    finish_reason: str = ""
+
+
 def _retrieve(task: asyncio.Task[Any]) -> None:
     """Consume the exception of an agent whose session has ended."""
     if not task.cancelled():
@@ -71,7 +79,7 @@ class AgentWorkflow:
 
     context: WorkflowContext
     sessions: Sessions
-    agent: Callable[[AgentTask], Coroutine[Any, Any, float | Score | None]]
+    agent: Callable[[AgentTask], Coroutine[Any, Any, AgentResult]]
     tool_parser: str | None = None
     kept: ConversationFile | None = None
     cut: bool = False
@@ -100,16 +108,18 @@ class AgentWorkflow:
     ) -> tuple[Session, float | Score | None]:
         session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
         try:
-            reward = await self._played(session, prompt)
-            if not session.trained():
+            result = await self._played(session, prompt)
+            if not (trained := session.trained()):
                 detail = "the agent ended without a completion"
                 raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
         except GenerationFault as fault:
             await self._keep(session, prompt, i, None, str(fault))
             raise
-        return session, reward
+        for i in trained if result.finish_reason else ():
+            session.conversations[i].finish_reason = result.finish_reason
+        return session, result.reward
 
-    async def _played(self, session: Session, prompt: Prompt) -> float | Score | None:
+    async def _played(self, session: Session, prompt: Prompt) -> AgentResult:
         timeout_s = self.context.sampling.timeout_s
         with self.sessions.opened(session) as key:
             task = AgentTask(
@@ -124,10 +134,8 @@ class AgentWorkflow:
             try:
                 waited: set[asyncio.Future[Any]] = {running, session.fault}
                 done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done and self.cut and (trained := session.trained()):
-                    for i in trained:
-                        session.conversations[i].finish_reason = FaultKind.TIMEOUT
-                    return None
+                if not done and self.cut and session.trained():
+                    return AgentResult(finish_reason=FaultKind.TIMEOUT)
                 if not done:
                     raise SampleTimeout(f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():

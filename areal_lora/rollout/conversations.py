@@ -184,7 +184,10 @@ Played: TypeAlias = Callable[[Mapping[str, Any], Answer], Awaitable[object]]
 
 @dataclass(slots=True, kw_only=True)
 class PlayedEpisode:
-    """One episode as far as it has come. `answer` is called with the environment's first text, then its replies."""
+    """One episode as far as it has come. `answer` is called with the environment's first text, then its replies.
+
+    ``turns`` are the messages after the prompt, up to the last answer.
+    """
 
     context: WorkflowContext
     ref: AdapterRef
@@ -192,6 +195,7 @@ class PlayedEpisode:
     max_turns: int
     packed: PackedTurns
     rewards: list[float] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
     n_turns: int = 0
     last: Generation | None = None
 
@@ -228,6 +232,9 @@ class PlayedEpisode:
         )
         self.packed.given(added)
         self.packed.sampled(self.last)
+        if reply.text or self.turns:  # a first text is optional
+            self.turns.append({"role": reply.role, "content": reply.text})
+        self.turns.append({"role": "assistant", "content": context.formatter.how.prefill + self.last.text})
         self.n_turns += 1
         return self.last.text
 
@@ -254,7 +261,7 @@ class MultiTurnWorkflow:
             for i in range(n)
         )
         items = [
-            (self.context.item(prompt.sample, answer), sum(each.rewards) if each.rewards else None)
+            (self.context.item(prompt.sample, answer, each.turns), sum(each.rewards) if each.rewards else None)
             for each, answer in made
         ]
         scores = await self.context.scores(items)

@@ -78,14 +78,16 @@ def load(name: str) -> Callable[..., Any]:
 
 
 class Chat:
-    """A conversation with the model of a sample's session, of at most ``max_turns`` answers."""
+    """A conversation with the model of a sample's session. ``finish_reason``: the limit of the run that ended it."""
 
     def __init__(self, task: Task, *messages: dict[str, Any], max_turns: int | None) -> None:
         self.task, self.messages, self.turns = task, list(messages), itertools.islice(itertools.count(), max_turns)
+        self.finish_reason = ""
 
     async def answer(self, tools: list[dict[str, Any]] | None = None) -> dict[str, Any] | None:
         """The model's next message, which is kept; None after the last turn, or without room for another message."""
         if next(self.turns, None) is None:
+            self.finish_reason = "max_turns"
             return None
         try:
             reply = await called(self._post, {"tools": tools} if tools else {})
@@ -93,6 +95,7 @@ class Chat:
             reason = error.read().decode(errors="replace")
             if error.code == BAD_REQUEST and any(message["role"] == "assistant" for message in self.messages):
                 print(f"a conversation ends: {reason}", file=sys.stderr)
+                self.finish_reason = "length" if "context_length_exceeded" in reason else ""
                 return None
             raise RuntimeError(f"the model's endpoint answers {error.code}: {reason}") from None
         message: dict[str, Any] = reply["choices"][0]["message"]
@@ -186,7 +189,7 @@ class Gym(WorkerKind):
                     break
                 observation, reward, done, cut, _ = await called(environment.step, message["content"] or "")
                 total, ended = total + float(reward), done or cut
-            return {"reward": total}
+            return {"reward": total, "finish_reason": chat.finish_reason}
         finally:
             await called(getattr(environment, "close", lambda: None))
 
@@ -213,7 +216,7 @@ class Mcp(WorkerKind):
                 for call in message["tool_calls"]:
                     text = await _tool_text(sessions, call["function"])
                     chat.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-            return {}
+            return {"finish_reason": chat.finish_reason}
 
 
 @asynccontextmanager
@@ -328,7 +331,7 @@ class OpenEnv(WorkerKind):
                     chat.messages.append(reply)
                 if not calls:
                     break
-            return {"reward": sum(rewards)} if rewards else {}
+            return {"reward": sum(rewards) if rewards else None, "finish_reason": chat.finish_reason}
 
 
 def _shown(observation: dict[str, Any]) -> str:

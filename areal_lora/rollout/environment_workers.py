@@ -37,13 +37,12 @@ from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
-from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.channel.tunnel import StreamBytes, Tunnel
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import Answer, WorkerLost
 from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.workflow import derived_seed, given_score
-from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
@@ -92,13 +91,14 @@ class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    ``reward`` is a number's text, because JSON has no NaN. A custom workflow has an ``episode``, or one that is
-    ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
+    ``reward`` is a number's text, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow has
+    an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
     """
 
     number: int
     reward: bool | str | None = None
     metrics: dict[str, float] = {}
+    finish_reason: str = ""
     episode: str = ""
     error: str = ""
     fault: FaultKind | None = None
@@ -144,13 +144,12 @@ class EnvironmentWorkers:
             settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(context), "held_out": held_out}
             self._workers += (_Worker(chosen, settings, turns) for _ in range(chosen.workers))
 
-    async def play(self, task: AgentTask) -> Score | None:
-        """Score of one sample, None for the configured reward's. Raises GenerationFault, WorkerLost."""
+    async def play(self, task: AgentTask) -> AgentResult:
+        """Run one sample. Raises GenerationFault, WorkerLost."""
         played = await self.run({**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)})
-        if played.reward is None:
-            return None
-        reward = played.reward if isinstance(played.reward, bool) else float(played.reward)
-        return replace(given_score(reward), components=played.metrics)
+        reward = float(played.reward) if isinstance(played.reward, str) else played.reward
+        score = None if reward is None else replace(given_score(reward), components=played.metrics)
+        return AgentResult(reward=score, finish_reason=played.finish_reason)
 
     async def run(self, fields: Mapping[str, Any], answer: Answer = _no_calls) -> PlayResult:
         """Run a sample with these fields, and answer its calls; what ``answer`` raises ends it.
@@ -294,9 +293,7 @@ class _Worker:
                 if not isinstance(started, PlayResult):
                     raise msgspec.DecodeError("a call before its start")
         except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
-            started = PlayResult(
-                number=0, error=f"it does not start: {type(error).__name__}, and its log is the reason"
-            )
+            started = PlayResult(number=0, error=f"it does not start: {type(error).__name__}, its log has the reason")
         if started.error:
             self._kill(process)
             await process.wait()

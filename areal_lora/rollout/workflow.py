@@ -239,14 +239,15 @@ class WorkflowContext:
         )
         return await self.client.sample(self.client.newest(ref), request, timeout_s=timeout_s, arrived=arrived)
 
-    def item(self, sample: Sample, answer: Generation) -> ScoreItem:
-        """What the reward gets of one answer to ``sample``."""
+    def item(self, sample: Sample, answer: Generation, turns: Sequence[dict[str, Any]] = ()) -> ScoreItem:
+        """What the reward gets of one answer to ``sample``; ``turns``: as `ScoreItem.of`."""
         return ScoreItem.of(
             sample,
             answer.text,
             n_tokens=len(answer.columns),
             finish_reason=answer.finish_reason,
             prefill=self.formatter.how.prefill,
+            turns=turns,
         )
 
     async def scores(self, given: Sequence[tuple[ScoreItem, float | Score | None]]) -> list[Score]:

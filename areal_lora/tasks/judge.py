@@ -105,11 +105,12 @@ class LlmJudge:
         self._cache = None if kept is None else JudgeCache(kept)
         self._asked: dict[str, asyncio.Task[tuple[str, float]]] = {}
 
-    async def __call__(self, completion: str, prompt: str, answer: Any, columns: dict[str, Any]) -> float:
+    async def __call__(
+        self, completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
+    ) -> float:
         """The score of ``completion``, scaled to [0, 1]. Raises ApiFault, ValueError for a column that is not there."""
         self.client.costs["answers"] += 1
-        fields = {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
-        body = self._body(fields)
+        body = self._body(_fields(completion, prompt, answer, messages, columns))
         key = hashlib.sha256(f"{self._settings.url}\n{body}".encode()).hexdigest()
         known = None if self._cache is None else self._cache.get(key)
         if known is not None:
@@ -149,14 +150,27 @@ class LlmJudge:
         return content, read_score(content)
 
 
+def _fields(
+    completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
+) -> dict[str, Any]:
+    """What a template may name."""
+    parts = ((m["role"], part) for m in messages for part in (m["content"], m.get("tool_calls")) if part)
+    lines = "\n".join(f"{role}: {_text(part)}" for role, part in parts)
+    given = {"completion": completion, "prompt": prompt, "answer": gold_text(answer), "conversation": lines}
+    return columns | given
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def fill(template: str, fields: Mapping[str, Any]) -> str:
     """``template`` with ``{name}`` replaced once: braces in the values stay. Raises ValueError for an unknown name."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in fields:
             raise ValueError(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
-        found = fields[match[1]]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        return _text(fields[match[1]])
 
     return _NAME.sub(value, template)
 
@@ -203,8 +217,8 @@ class RewardModel:
         self, completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
     ) -> float:
         """Raises ApiFault, ValueError for a column that is not there."""
-        s, fields = self._settings, {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
-        text = None if s.input is None else fill(s.input, fields)
+        s = self._settings
+        text = None if s.input is None else fill(s.input, _fields(completion, prompt, answer, messages, columns))
         body: dict[str, Any]
         if s.url.endswith("/score"):
             body = {"text_1": prompt, "text_2": completion if text is None else text}

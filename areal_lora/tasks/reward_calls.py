@@ -40,9 +40,9 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """One answer with all that a reward may use.
 
-    ``completion`` is what the model wrote, ``answer`` the gold answer. ``messages`` is the conversation with the
-    answer as its last message; of a plain prompt, a user message and the answer. ``columns`` has all columns of the
-    data set's row. ``n_tokens`` counts the answer's tokens, 0 if unknown; ``finish_reason`` is ``stop`` or ``length``.
+    ``completion`` is what the model wrote, ``answer`` the gold answer. ``messages`` is the whole conversation with the
+    answer as its last message; a plain prompt is a user message. ``columns`` has all columns of the data set's row.
+    ``n_tokens`` counts the tokens of the (last) answer, 0 if unknown; its ``finish_reason`` is ``stop`` or ``length``.
     """
 
     completion: str
@@ -55,15 +55,25 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, sample: Sample, completion: str, *, n_tokens: int = 0, finish_reason: str = "", prefill: str = ""
+        cls,
+        sample: Sample,
+        completion: str,
+        *,
+        n_tokens: int = 0,
+        finish_reason: str = "",
+        prefill: str = "",
+        turns: Sequence[dict[str, Any]] = (),
     ) -> "ScoreItem":
-        """``completion`` as the answer to ``sample``; ``prefill`` is the text that it starts with."""
+        """``completion`` as the answer to ``sample``; ``prefill`` is the text that it starts with.
+
+        ``turns`` are the messages after the prompt where the answer, the last one, is not alone.
+        """
         prompt = sample.messages or ({"role": "user", "content": sample.prompt},)
         return cls(
             completion=completion,
             answer=sample.answer,
             prompt=sample.prompt,
-            messages=[*prompt, {"role": "assistant", "content": prefill + completion}],
+            messages=[*prompt, *(turns or [{"role": "assistant", "content": prefill + completion}])],
             columns=dict(sample.columns),
             n_tokens=n_tokens,
             finish_reason=finish_reason,

@@ -234,8 +234,8 @@ class ServedReward(ServedModel):
 class JudgeReward(ServedReward):
     kind: Literal["judge"] = "judge"
     prompt: str
-    """The question; `{completion}`, `{prompt}`, `{answer}` and columns are replaced. The reply's last `Score: n`, also
-    as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
+    """The question; `{completion}`, `{prompt}`, `{answer}`, `{conversation}` and columns are replaced. The reply's last
+    `Score: n`, also as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
     parameters: dict[str, Any] = Field({})
     """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
 

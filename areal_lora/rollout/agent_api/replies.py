@@ -56,12 +56,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     call_id: str = ""
 
     def for_template(self) -> dict[str, Any]:
+        return self.message(Call.values)
+
+    def message(self, arguments: Callable[[Call], Any] = lambda call: call.arguments) -> dict[str, Any]:
+        """In the format of chat completions."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name:
             message["name"] = self.name
         if self.calls:
             message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.values()}}
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": arguments(c)}}
                 for c in self.calls
             ]
         if self.call_id:

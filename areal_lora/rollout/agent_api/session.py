@@ -15,7 +15,7 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
@@ -82,7 +82,8 @@ class Session:
     """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given.
 
     ``responses`` has by the id of a response the turns up to its first answer and with it, and whether the first is its
-    instructions; ``turns`` by the number of a conversation those up to its last answer.
+    instructions; ``turns`` by the number of a conversation those up to its last answer. ``n_untrained`` answers had a
+    grammar.
     """
 
     context: WorkflowContext
@@ -96,6 +97,7 @@ class Session:
     prompts: Prompts = field(init=False)
     last: Generation | None = None
     n_requests: int = 0
+    n_untrained: int = 0
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -165,10 +167,14 @@ class Session:
         self, request: SamplingRequest, prompt: WrittenPrompt, number: int, replies: Sequence[SampledReply]
     ) -> None:
         answers = list[AnswerRecord]()
+        longest = min(self.context.sampling.max_new_tokens, self.context.max_model_len - len(prompt.token_ids))
         for reply in replies:
             recorded = reply.sampled
+            if recorded.finish_reason == "length" and (request.max_tokens or longest) < longest:
+                recorded = replace(recorded, finish_reason="max_tokens")  # the agent's own, no limit of the run
             if request.grammar is not None and not self.context.evaluating:
                 recorded = replace(recorded, columns=TokenColumns.unsampled(recorded.token_ids))
+                self.n_untrained += 1
             conversation = join(self.conversations, prompt.token_ids, recorded)
             end = len(conversation)
             at = next(i for i, each in enumerate(self.conversations) if each is conversation)
@@ -258,11 +264,18 @@ class Session:
         return f"[{b','.join(kept).decode()}]" if kept else ""
 
     def item(self, sample: Sample) -> ScoreItem:
-        """What the configured reward gets: the last completion."""
+        """What the configured reward gets: the last completion, with its conversation as the agent has sent it."""
         if self.last is None:
             return ScoreItem.of(sample, "")
         n_tokens, how = len(self.last.columns), self.last.finish_reason
-        return ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+        item = ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+        prompt, answer = self.records[-1].prompt, self.records[-1].answers[-1]
+        if isinstance(prompt, list):
+            prompt = self.context.tokenizer.decode(prompt, skip_special_tokens=False)
+        plain = None if prompt is None else [Turn(role="user", content=prompt), answer.turn]
+        turns = plain or self.turns[answer.conversation].turns()
+        # Arguments of calls stay text: it may spell numbers that msgpack does not have.
+        return msgspec.structs.replace(item, messages=[turn.message() for turn in turns])
 
     def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
         """All with the sample's one score."""
@@ -277,11 +290,15 @@ class Session:
 
 
 class Sessions:
-    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one."""
+    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one.
+
+    Answers that are not trained on are counted by adapter, with a line of the log each time that their number doubles.
+    """
 
     def __init__(self) -> None:
         self.port = 0
         self._open: dict[bytes, Session] = {}
+        self._untrained: dict[str, int] = {}
 
     @contextlib.contextmanager
     def opened(self, session: Session) -> Iterator[str]:
@@ -294,6 +311,11 @@ class Sessions:
             del self._open[_digest(key)]
             for request in session.requests:
                 request.cancel()
+            before = self._untrained.get(session.ref.name, 0)
+            self._untrained[session.ref.name] = n = before + session.n_untrained
+            if n.bit_length() > before.bit_length():
+                reason = "a grammar (forced tool_choice, JSON schema) chose among their tokens"
+                warn_once(f"{session.ref.name}: {n} answers by now are context, not trained on, since {reason}")
 
     def of_key(self, key: str) -> Session | None:
         return self._open.get(_digest(key))

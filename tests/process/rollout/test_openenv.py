@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.data.prompts import Sample
-from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.tasks.reward_calls import Score
 from tests.support.rollout.real_environments import environments_python, openenv_server
@@ -61,11 +61,12 @@ def endpoint(answers: list[dict[str, Any]]) -> Iterator[tuple[str, list[list[dic
 
 
 def play(
-    url: str, answers: list[dict[str, Any]], *, n_samples: int = 1, **args: Any
-) -> tuple[list[Score | None], list[list[dict[str, Any]]]]:
-    chosen = {"kind": "openenv", "env": url, "args": args, "python": str(environments_python())}
+    url: str, answers: list[dict[str, Any]], *, n_samples: int = 1, max_turns: int | None = None, **args: Any
+) -> tuple[list[AgentResult], list[list[dict[str, Any]]]]:
+    python = str(environments_python())
+    chosen = {"kind": "openenv", "env": url, "args": args, "python": python, "max_turns": max_turns}
 
-    async def main(base_url: str) -> list[Score | None]:
+    async def main(base_url: str) -> list[AgentResult]:
         task = AgentTask(base_url=base_url, api_key="k", model="m", sample=SAMPLE, timeout_s=60)
         async with EnvironmentWorkers(TypeAdapter[Any](WorkflowConfig).validate_python(chosen), FIELDS) as workers:
             return await asyncio.gather(*(workers.play(task) for _ in range(n_samples)))
@@ -74,8 +75,9 @@ def play(
         return asyncio.run(main(base_url)), requests
 
 
-def rewards(scores: list[Score | None]) -> list[float | None]:
-    return [None if score is None else score.reward for score in scores]
+def rewards(results: list[AgentResult]) -> list[float | None]:
+    assert {one.finish_reason for one in results} == {""}
+    return [one.reward.reward if isinstance(one.reward, Score) else None for one in results]
 
 
 def test_rewards_of_steps_are_added_up_and_samples_wait_for_a_session(served: str) -> None:
@@ -84,6 +86,13 @@ def test_rewards_of_steps_are_added_up_and_samples_wait_for_a_session(served: st
     assert rewards(scores) == [4.0, 4.0, 4.0]
     ends = [tuple(message["content"] for message in messages) for messages in requests]
     assert sorted(ends) == [("Hi 42",)] * 3 + [("Hi 42", "ABc", "more")] * 3
+
+
+def test_an_episode_that_its_turns_end_is_cut_off(served: str) -> None:
+    (result,), _ = play(f"{served}/letters", [{"content": "ABc"}], max_turns=1)
+    assert result.finish_reason == "max_turns"
+    assert isinstance(result.reward, Score)
+    assert result.reward.reward == 2.0
 
 
 def test_an_answer_has_the_fields_of_an_action_and_the_model_reads_why_it_is_none(served: str) -> None:
@@ -102,7 +111,7 @@ def test_tools_are_the_models_and_the_configured_reward_scores_its_answer(served
         for n, arguments in enumerate(('{"a": 2, "b": 3}', "{"))
     ]
     scores, requests = play(f"{served}/tools", [{"content": None, "tool_calls": calls}, {"content": "5"}])
-    assert scores == [None]
+    assert rewards(scores) == [None]
     (tool,) = (one["function"] for one in requests[0] if "function" in one)
     assert (tool["name"], tool["description"]) == ("add", "Add two whole numbers.")
     assert set(tool["parameters"]["properties"]) == {"a", "b"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from tests.support.rollout.fake_server import FakeServer
@@ -63,6 +63,15 @@ def saying(texts: Sequence[str]) -> FakeServer:
     return FakeServer(models={str(V1)}, answer=answer, parse=find_calls)
 
 
+def rewarded(agent: Callable[[AgentTask], Any]) -> Callable[[AgentTask], Coroutine[Any, Any, AgentResult]]:
+    """Plays ``agent``, which returns its reward, as a worker does."""
+
+    async def play(task: AgentTask) -> AgentResult:
+        return AgentResult(reward=await agent(task))
+
+    return play
+
+
 def episode(
     agent: Callable[[AgentTask], Any],
     server: FakeServer,
@@ -71,16 +80,20 @@ def episode(
     formatter: Formatter | None = None,
     max_model_len: int = 32 * MAX_MODEL_LEN,
     kept: ConversationFile | None = None,
+    scorer: Graded | None = None,
+    n_samples: int = 1,
 ) -> Episode:
-    """One sample; raises what the agent raises as a fault of the group."""
+    """Raises what the agent raises as a fault of the group."""
 
     async def main() -> Episode:
-        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 120.0})
-        async with served(server, Graded(), sampling) as context, agent_gateway() as sessions:
+        sampling = SAMPLING.model_copy(update={"n_samples": n_samples, "timeout_s": 120.0})
+        async with served(server, scorer or Graded(), sampling) as context, agent_gateway() as sessions:
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
             )
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser=parser, kept=kept)
+            workflow = AgentWorkflow(
+                context=context, sessions=sessions, agent=rewarded(agent), tool_parser=parser, kept=kept
+            )
             return await workflow.run(prompt_of("1+1="), V1, seed=7)
 
     return asyncio.run(main())

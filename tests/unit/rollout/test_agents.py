@@ -24,6 +24,7 @@ from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Outcome
 from tests.support.clocks import seen
+from tests.support.rollout.agent_endpoint import rewarded
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
@@ -51,7 +52,7 @@ def run(
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": n_samples})
         async with served(fake, scorer or Graded(), sampling, SECRET) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, cut=cut)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent), cut=cut)
             return await workflow.run(PROMPT, V1, seed=7)
 
     return asyncio.run(main())
@@ -233,7 +234,7 @@ def test_each_completion_is_of_the_newest_version() -> None:
                 await say(task, [user("hi"), {"role": "assistant", "content": first}, user("go on")])
                 return 1.0
 
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent))
             return await workflow.run(PROMPT, V1, seed=7)
 
     for made in asyncio.run(main()).group.trajectories:
@@ -258,7 +259,7 @@ def test_a_key_is_for_one_session_and_ends_with_it() -> None:
 
     async def main() -> None:
         async with served(fake, Graded(), SAMPLING, SECRET) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent))
             await workflow.run(PROMPT, V1, seed=7)
             for task in tasks:
                 statuses.append((await post(task, messages=[user("late")]))[0])
@@ -301,7 +302,7 @@ def test_a_body_beyond_the_limit_is_413() -> None:
     async def main() -> None:
         fake = FakeServer(models={str(V1)}, answer=answer)
         async with served(fake, Graded(), SAMPLING, SECRET) as context, agent_gateway() as sessions:
-            await AgentWorkflow(context=context, sessions=sessions, agent=agent).run(PROMPT, V1, seed=7)
+            await AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent)).run(PROMPT, V1, seed=7)
 
     asyncio.run(main())
     assert statuses == [413, 413]
@@ -321,7 +322,7 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
     async def main() -> None:
         async with served(fake, Graded(), SAMPLING.model_copy(update={"n_samples": 1})) as context:
             async with agent_gateway() as sessions:
-                workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+                workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent))
                 await workflow.run(PROMPT, V1, seed=7)
                 async with asyncio.timeout(60.0):
                     while fake.open_requests:
@@ -330,6 +331,34 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
                 late[0].exception()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("own", [None, 3, SAMPLING.max_new_tokens, 50])
+def test_an_answer_cut_off_by_its_own_max_tokens_was_ended_by_no_limit_of_the_run(own: int | None) -> None:
+    def cut(body: dict[str, Any]) -> None:
+        body["choices"][0]["finish_reason"] = "length"
+
+    async def agent(task: AgentTask) -> None:
+        _, reply = await post(task, messages=[user("hi")], max_tokens=own)
+        assert reply["choices"][0]["finish_reason"] == "length", "to the agent it is cut off in any case"
+
+    fake, scorer = FakeServer(models={str(V1)}, answer=answer, fault=lambda _: Fault(edit=cut)), Graded()
+    for made in run(agent, server=fake, scorer=scorer).group.trajectories:
+        assert made.truncated is (own != 3)
+    assert [item.finish_reason for item in scorer.asked] == ["length"] * 2
+
+
+def test_an_answer_cut_off_by_the_context_was_ended_by_a_limit_of_the_run() -> None:
+    def cut(body: dict[str, Any]) -> None:
+        body["choices"][0]["finish_reason"] = "length"
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("x" * (MAX_MODEL_LEN - len("<user:>") - 4))], max_tokens=5)
+        return 1.0
+
+    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda _: Fault(edit=cut))
+    assert all(made.truncated for made in run(agent, server=fake).group.trajectories)
+    assert {body["max_tokens"] for body in fake.requests} == {4}
 
 
 # ------------------------------------------------------------ refusals and faults

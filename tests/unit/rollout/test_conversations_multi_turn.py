@@ -217,6 +217,22 @@ def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:
     assert {item.answer for item in scorer.asked} == {PROMPT.sample.answer}
 
 
+@pytest.mark.parametrize("first", ["", "hello"])
+def test_a_reward_gets_each_turn_that_the_model_saw(first: str) -> None:
+    scorer, replies = Graded(), [Reply(text="7", role="tool"), Reply(), Reply(text="unseen", done=True)]
+    run(lambda: Scripted(list(replies), first=first), scorer=scorer)
+
+    ids = [ord(c) for c in "1+1=" + first]
+    want = [("user", "1+1=")] + [("user", first)] * bool(first)
+    for reply in replies:
+        tokens, text = answer(ids, 0)
+        want += [("assistant", text), (reply.role, reply.text)]
+        ids += [*tokens, *map(ord, reply.text)]
+    for item in scorer.asked:
+        assert [(message["role"], message["content"]) for message in item.messages] == want[:-1]
+        assert (item.completion, item.n_tokens) == (text, len(tokens)), "those of the last answer alone"
+
+
 @pytest.mark.parametrize("rewards", [[float("nan")], [0.5, 10**400]])
 def test_a_reward_that_is_not_finite_is_no_reward(rewards: list[float]) -> None:
     replies = [Reply(reward=reward, text="x", done=i == len(rewards) - 1) for i, reward in enumerate(rewards)]
@@ -295,6 +311,8 @@ def test_an_episode_whose_time_is_over_is_scored_as_far_as_it_came(reward: float
         assert (made.reward, made.outcome, made.finish_reason) == (reward or 0.5, Outcome.OK, "timeout")
         tokens, _ = answer(list(PROMPT.token_ids), 0)
         assert made.token_ids == [*PROMPT.token_ids, *tokens], "no reply without an answer to it"
+    for item in scorer.asked:
+        assert [message["role"] for message in item.messages] == ["user", "assistant"]
     with pytest.raises(GenerationFault, match="episode took longer"):
         run(lambda: Scripted([]), server=FakeServer(models={str(V1)}, delay_s=lambda _: 9.0), timeout_s=0.3, cut=True)
 

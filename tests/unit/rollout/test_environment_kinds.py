@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shlex
 import sys
+import urllib.error
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,5 +92,40 @@ def test_an_episode_has_at_most_the_configured_turns(
     setup = {"gym": {"env": f"{__name__}:Endless", "args": {}}, "mcp": {"env": [command]}}[kind] | {"max_turns": 3}
     sample = SimpleNamespace(messages=None, prompt="go")
     played = {"gym": Gym, "mcp": Mcp}[kind](setup).play(SimpleNamespace(sample=sample, seed=1))
-    assert asyncio.run(played) == ({"reward": 3.0} if kind == "gym" else {})
+    assert asyncio.run(played) == {"finish_reason": "max_turns"} | ({"reward": 3.0} if kind == "gym" else {})
     assert lengths == [1, 3, 5], "one message of the model and one of the environment a turn"
+
+
+@pytest.mark.parametrize(("code", "finish_reason"), [("context_length_exceeded", "length"), ("invalid_value", "")])
+def test_a_conversation_that_its_context_has_no_room_for_is_cut_off(
+    code: str, finish_reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another refusal ends it, too, and is no limit."""
+    posts = list[int]()
+
+    def post(chat: Chat, settings: dict[str, Any]) -> Any:
+        posts.append(len(chat.messages))
+        if len(posts) == 3:
+            body = io.BytesIO(f'{{"error": {{"code": "{code}"}}}}'.encode())
+            raise urllib.error.HTTPError("http://model", 400, "Bad Request", Message(), body)
+        return {"choices": [{"message": {"role": "assistant", "content": "on"}}]}
+
+    monkeypatch.setattr(Chat, "_post", post)
+    played = Gym({"env": f"{__name__}:Endless", "args": {}, "max_turns": None}).play(
+        SimpleNamespace(sample=SimpleNamespace(), seed=1)
+    )
+    assert asyncio.run(played) == {"reward": 2.0, "finish_reason": finish_reason}
+
+
+def test_an_episode_that_ends_with_its_last_turn_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Once(Endless):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "", 1.0, True, False, {}
+
+    message = {"role": "assistant", "content": "on"}
+    monkeypatch.setattr(Chat, "_post", lambda chat, settings: {"choices": [{"message": message}]})
+    monkeypatch.setitem(globals(), "Endless", Once)
+    played = Gym({"env": f"{__name__}:Endless", "args": {}, "max_turns": 1}).play(
+        SimpleNamespace(sample=SimpleNamespace(), seed=1)
+    )
+    assert asyncio.run(played) == {"reward": 1.0, "finish_reason": ""}

@@ -34,7 +34,7 @@ from areal_lora.types import Cause, Outcome
 from tests.support.agents import plain_agents
 from tests.support.rollout import gym_classes
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.texts import EOS, FIELDS, SAMPLING, V1, Graded, prompt_of, served
+from tests.support.rollout.texts import EOS, FIELDS, MAX_MODEL_LEN, SAMPLING, V1, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
 
@@ -87,6 +87,19 @@ def test_a_gym_class_is_one_trajectory_per_sample_of_the_tokens_that_were_sample
         assert t.token_ids == [ord(c) for c in text]
         assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
         assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+
+
+@pytest.mark.parametrize(
+    ("args", "max_turns", "finish_reason"),
+    [({}, 1, "max_turns"), ({}, 2, "stop"), ({"greeting": "x" * (MAX_MODEL_LEN - 15)}, None, "length")],
+)
+def test_a_limit_of_the_run_that_ends_an_episode_is_its_finish_reason(
+    args: dict[str, Any], max_turns: int | None, finish_reason: str
+) -> None:
+    """The long greeting leaves room for the first answer, not for the message after it."""
+    for t in episode(gym("Letters", args=args, max_turns=max_turns)).group.trajectories:
+        assert (t.finish_reason, t.truncated) == (finish_reason, finish_reason != "stop")
+        assert t.reward == (3.0 if finish_reason == "stop" else 2.0)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,22 @@ def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
     assert costs == {f"judge/{name}": value for name, value in counted.items()}
 
 
+def test_it_can_get_the_whole_conversation():
+    messages = [
+        {"role": "system", "content": "Calculate."},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "content": "{answer}"},
+        {"role": "assistant", "content": "7"},
+    ]
+    with JudgeStub(by_length) as stub:
+        asked = ScoreItem(completion="7", answer="8", messages=messages)
+        [[found]], _ = score(judge(stub.url, prompt="{conversation}\ngood"), [asked])
+    assert found.reward == 0.5, found.detail
+    calls = 'assistant: [{"function": {"name": "add", "arguments": "{}"}}]'
+    want = ["system: Calculate.", calls, "tool: {answer}", "assistant: 7", "good"]
+    assert [body["messages"][0]["content"] for body in stub.bodies] == ["\n".join(want)]
+
+
 PASSING = [
     (429, {"Retry-After": "0"}, b"slow down"),
     (503, {}, b"busy"),

@@ -79,7 +79,7 @@ def test_what_passes_is_repeated_and_the_rest_is_an_error_of_the_answer() -> Non
     assert "HTTP 404: no such model" in found.detail
     with JudgeStub(lambda number, body: (200, {}, CLASSIFIED)) as stub:
         found, _ = score(ModelReward(url=f"{stub.url}/classify", model="rm", input="{lvl}"))
-    assert "the columns are: answer, completion, level, prompt" in found.detail
+    assert "the columns are: answer, completion, conversation, level, prompt" in found.detail
     assert stub.bodies == []
 
 

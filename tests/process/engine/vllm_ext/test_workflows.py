@@ -33,6 +33,7 @@ from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
 from tests.support.lazy import Lazy
+from tests.support.rollout.agent_endpoint import rewarded
 from tests.support.rollout.environments_here import played_here
 
 openai = Lazy("openai")
@@ -196,7 +197,7 @@ def test_an_agents_conversation_is_packed_from_the_tokens_it_sampled(server: Run
 
     async def main() -> Episode:
         async with context_of(server, ref) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent))
             return await workflow.run(prompt_of(context), ref, seed=6)
 
     episode = asyncio.run(main())
@@ -228,7 +229,7 @@ def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningSe
 
     async def main() -> tuple[Episode, list[ParsedText]]:
         async with context_of(server, ref) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent, tool_parser="hermes")
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent), tool_parser="hermes")
             text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
             request = ToolCallsBody(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
             parsed = await context.client.tool_calls(ref, request, timeout_s=120.0)
@@ -275,7 +276,7 @@ def test_an_agents_stream_has_the_tokens_of_its_answer_and_a_grammar_its_form(se
 
     async def main() -> Episode:
         async with context_of(server, ref) as context, agent_gateway() as sessions:
-            workflow = AgentWorkflow(context=context, sessions=sessions, agent=agent)
+            workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent))
             return await workflow.run(prompt_of(context), ref, seed=8)
 
     episode = asyncio.run(main())

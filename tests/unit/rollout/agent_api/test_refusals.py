@@ -9,8 +9,9 @@ import pytest
 
 from areal_lora.rollout.agent_api.refusals import warn_once
 from areal_lora.rollout.agents import AgentTask
-from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, saying
-from tests.support.rollout.texts import EOS, MAX_MODEL_LEN
+from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, find_calls, saying
+from tests.support.rollout.fake_server import FakeServer
+from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, V1
 
 RESPONSES, CHAT, TEXT = "/responses", "/chat/completions", "/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "hi"}, TEXT: {"prompt": "hi"}}
@@ -213,6 +214,22 @@ def test_a_format_beside_tools_is_sampled_freely_and_trained_on(path: str, caplo
     assert [each.loss_mask[-3:] for each in trajectories] == [[1, 1, 1]] * 2, "a forced call is not trained on"
     assert ["structured_outputs" in request for request in server.requests] == [False, False, True]
     assert len([line for line in caplog.messages if "response_format" in line]) == 1
+
+
+def test_the_log_counts_the_answers_that_a_grammar_keeps_from_training(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    n_samples, forced = 5, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}
+
+    async def agent(task: AgentTask) -> float:
+        await asked(task, CHAT, **forced)
+        await asked(task, CHAT, messages=MESSAGES)
+        return 1.0
+
+    server = FakeServer(models={str(V1)}, answer=lambda *_: ([*map(ord, "[]"), EOS], "[]"), parse=find_calls)
+    made = episode(agent, server, n_samples=n_samples).group.trajectories
+    assert len(made) == n_samples, "the others have nothing to train"
+    counted = [int(line.split()[1]) for line in caplog.messages if "not trained on" in line]
+    assert counted == [1, 2, 4], "each time that their number has doubled"
 
 
 def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from areal_lora.data.collate import collate
@@ -18,9 +19,9 @@ from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import RouteShape
 from tests.support.lazy import Lazy
-from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
+from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, asked, episode, saying
 from tests.support.rollout.fake_server import FakeServer, Fault, routes_of
-from tests.support.rollout.texts import EOS
+from tests.support.rollout.texts import EOS, Graded
 
 openai = Lazy("openai")
 
@@ -337,6 +338,38 @@ def test_the_keys_model_is_listed_and_errors_name_their_field() -> None:
         await client.chat.completions.create(model=model, messages=MESSAGES)
 
     run(agent, saying(["hey"]))
+
+
+def test_the_configured_reward_gets_the_conversation_of_the_last_answer_as_the_agent_sent_it() -> None:
+    spelt, scorer = f'{{"a": {10**30}}}', Graded()  # a number that msgpack does not have
+
+    async def agent(task: AgentTask) -> None:
+        await asked(task, messages=[{"role": "user", "content": "another conversation"}])
+        messages: list[Any] = [{"role": "system", "content": "Calculate."}, *MESSAGES]
+        _, reply = await asked(task, messages=messages, tools=[TOOL])
+        messages.append(reply["choices"][0]["message"])
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "3"})
+        await asked(task, messages=messages, tools=[TOOL])
+        sent.extend(messages)
+
+    sent = list[Any]()
+    episode(agent, saying(["hm", f"ok{{add {spelt}}}", "three"]), scorer=scorer)
+    (item,) = scorer.asked
+    want = [{name: m[name] for name in ("role", "content", "tool_calls", "tool_call_id") if name in m} for m in sent]
+    assert item.messages == [*want, {"role": "assistant", "content": "three"}]
+    assert item.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": spelt}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(item))["messages"] == item.messages
+
+
+@pytest.mark.parametrize("prompt", ["Q: hi\nA:", [*map(ord, "Q: hi\nA:")]])
+def test_the_configured_reward_gets_the_plain_prompt_of_the_last_answer(prompt: str | list[int]) -> None:
+    async def agent(task: AgentTask) -> None:
+        await asked(task, "/completions", prompt=prompt)
+
+    scorer = Graded()
+    episode(agent, saying(["hey"]), scorer=scorer)
+    (item,) = scorer.asked
+    assert item.messages == [{"role": "user", "content": "Q: hi\nA:"}, {"role": "assistant", "content": "hey"}]
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
