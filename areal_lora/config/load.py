@@ -5,7 +5,6 @@ single entry with a single entry; every other list replaces. An overlay that cha
 the whole section, because the keys of the old kind mean nothing to the new one.
 """
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
 from areal_lora.config.sections.section import described
-from areal_lora.config.sections.task import BUILT_IN, TAGS
+from areal_lora.config.sections.task import BUILT_IN
 from areal_lora.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "the command line"
@@ -167,7 +166,7 @@ def to_config_errors(error: ValidationError, data: KeyTree, labels: Sequence[str
 
 
 def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) -> ConfigError:
-    path = without_tags(first["loc"], data)
+    path = models.without_tags(first["loc"], data)
     name = models.dotted(path)
     if first["type"] == "missing":
         return ConfigError(name, f"is required and set nowhere ({', '.join(labels)})", f"add {name}: <value>")
@@ -179,39 +178,12 @@ def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) 
     origin = origin_of(path, data)
     where = "" if origin is None else f" in {origin}"
     if first["type"] == "extra_forbidden":
-        return ConfigError(name, f"unknown key{where}", f"use {nearest_key(path, data)}")
+        return ConfigError(name, f"unknown key{where}", f"use {models.nearest_key(path, data)}")
     if first["type"] == "value_error":
         reason, _, fix = str(first["ctx"]["error"]).partition(": ")
         return ConfigError(name, reason + (where and f" ({where.strip()})"), fix)
     value = models.value_at(data, path) if first["type"] in _TAG_FAULTS else first["input"]
     return ConfigError(name, f"{value!r} is not allowed{where}", _what_is_allowed(first))
-
-
-def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
-    """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
-    path: list[models.Key] = []
-    for key in loc:
-        here = models.value_at(data, tuple(path))
-        if key not in TAGS and not (isinstance(here, dict) and key not in here and here.get("kind") == key):
-            path.append(key)
-    return tuple(path)
-
-
-def nearest_key(path: models.Path, data: Any) -> str:
-    """The key most like ``path``, among its siblings first."""
-    section = models.section_at(path[:-1], data)
-    siblings = list(section.model_fields) if section is not None else []
-    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
-    if close:
-        return models.dotted((*path[:-1], close[0]))
-    everywhere: dict[str, str] = {}
-    for key in models.leaf_keys():
-        everywhere.setdefault(key.rpartition(".")[2], key)
-    close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
-    if close and len(close[0]) > 1:  # one letter is a coincidence
-        return everywhere[close[0]]
-    at = models.dotted(path[:-1])
-    return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
 
 
 def _what_is_allowed(detail: ErrorDetails) -> str:
