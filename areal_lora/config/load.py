@@ -205,7 +205,8 @@ def _what_is_allowed(detail: ErrorDetails) -> str:
     return f"give {text}" if text != detail["msg"] else detail["msg"]
 
 
-def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
+def merge_maps(base: KeyTree, overlay: KeyTree, at: str = "") -> KeyTree:
+    """``at`` is the way to both, with a dot last. Raises ConfigError for an override that another one would drop."""
     merged = KeyTree(base, base.origins | overlay.origins)
     for key, value in overlay.items():
         old = base.get(key)
@@ -213,7 +214,11 @@ def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
             merged[key] = _merge_adapters(old, value, overlay.origins[key])
         elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
             changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
-            merged[key] = value if changes_kind else merge_maps(old, value)
+            given = [name for name, origin in old.origins.items() if origin.label == COMMAND_LINE]
+            if changes_kind and (dropped := [name for name in given if value.keys() != {name}]):
+                reason = f"kind {value['kind']} would drop {', '.join(dropped)} of the command line"
+                raise ConfigError(f"{at}{key}", reason, f"give {at}{key}.kind={value['kind']} once, with no other kind")
+            merged[key] = value if changes_kind else merge_maps(old, value, f"{at}{key}.")
         else:
             merged[key] = value
     return merged
@@ -221,7 +226,7 @@ def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
 
 def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list[Any]:
     if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], KeyTree) and isinstance(overlay[0], KeyTree):
-        return [merge_maps(base[0], overlay[0])]
+        return [merge_maps(base[0], overlay[0], "adapters.0.")]
     given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
     if repeated := [name for name, count in given.items() if name is not None and count > 1]:
         raise ConfigError("adapters", f"{origin} names {repeated[0]!r} twice", "give each adapter its own name")
@@ -234,7 +239,7 @@ def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list
             raise ConfigError(f"adapters.{i}", reason, f"name one of {names}")
         if name in names:
             at = names.index(name)
-            merged[at] = merge_maps(merged[at], entry)
+            merged[at] = merge_maps(merged[at], entry, f"adapters.{name}.")
         else:
             merged.append(entry)
     return merged
@@ -263,7 +268,7 @@ def apply_override(data: KeyTree, text: str) -> KeyTree:
     at, rest = _find_adapter(adapters, key)
     if not rest:
         raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
-    changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value))
+    changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value), key.removesuffix(".".join(rest)))
     return KeyTree(data | {"adapters": [changed if i == at else old for i, old in enumerate(adapters)]}, data.origins)
 
 
@@ -324,7 +329,8 @@ def load_config(
     merged = KeyTree({}, {})
     for _, data in sources:
         merged = merge_maps(merged, data)
-    for override in overrides:
+    # A kind replaces its section, so it comes before the section's keys.
+    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         merged = apply_override(merged, override)
     for section, keys in (given or {}).items():
         _add_given(merged, section, keys)

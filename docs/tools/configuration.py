@@ -33,7 +33,8 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
 - Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced.
 - Entries of `adapters` merge by `name`. If both files have exactly one entry, these merge, whatever their names.
 - A section selected by `kind` is replaced as a whole when an overlay changes the kind.
-- `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
+- `a.b=c` sets one key after all files, a `kind` before other keys. Address an adapter by number or by name:
+  `adapters.0.rank=8`.
 - Relative paths of models, adapters, data files and user code are looked up next to the YAML file that sets them,
   then in the working folder. `~` is the home folder.
 - `model.path` is a folder if a folder of this name exists, else a hub name if it has the form `org/name`; see below.

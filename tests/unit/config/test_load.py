@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,31 @@ def test_override(override: str, read: object, expected: object) -> None:
 
 def test_later_override_wins_over_files_and_earlier_ones() -> None:
     assert load_config([MOE, EMBEDDED], ["run.seed=2", "run.seed=3"]).run.seed == 3
+
+
+@pytest.mark.parametrize("order", list(permutations(("kind=dapo", "eps_clip=0.07", "kl_coef=0.01"))), ids=str)
+def test_a_kind_keeps_the_other_overrides_in_any_order(order: tuple[str, ...]) -> None:
+    algorithm = load_config([MOE], [f"adapters.0.algorithm.{each}" for each in order]).adapters[0].algorithm
+    assert (algorithm.kind, algorithm.eps_clip, algorithm.kl_coef) == ("dapo", 0.07, 0.01)
+
+
+def test_of_two_kinds_the_later_one_wins() -> None:
+    kinds = [f"adapters.0.algorithm.kind={kind}" for kind in ("dapo", "gspo")]
+    assert [load_config([MOE], each).adapters[0].algorithm.kind for each in (kinds, kinds[::-1])] == ["gspo", "dapo"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dropped"),
+    [
+        (["eps_clip=0.07", "={kind: dapo}"], "kind dapo would drop eps_clip of"),
+        (["={kind: dapo, eps_clip: 0.1}", "kind=gspo"], "kind dapo would drop kind of"),
+        (["={kind: dapo, eps_clip: 0.1}", "={kind: gspo}"], "kind gspo would drop eps_clip of"),
+    ],
+)
+def test_an_override_drops_no_other_one_silently(overrides: list[str], dropped: str) -> None:
+    texts = [f"adapters.gsm8k.algorithm{each if each[0] == '=' else '.' + each}" for each in overrides]
+    with pytest.raises(ConfigError, match=rf"^adapters\.gsm8k\.algorithm: {dropped} the command line \(fix: give "):
+        load_config([MOE], texts)
 
 
 @pytest.mark.parametrize(
