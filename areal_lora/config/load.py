@@ -2,7 +2,8 @@
 
 Files merge over files, overrides over files. Maps merge key by key; the entries of ``adapters`` merge by ``name``, a
 single entry with a single entry; every other list replaces. An overlay that changes the ``kind`` of a section replaces
-the whole section, because the keys of the old kind mean nothing to the new one.
+the whole section, because the keys of the old kind mean nothing to the new one; a format
+keeps them, unless it becomes a template.
 """
 
 import os
@@ -213,11 +214,14 @@ def merge_maps(base: KeyTree, overlay: KeyTree, at: str = "") -> KeyTree:
         if key == "adapters" and isinstance(old, list) and isinstance(value, list):
             merged[key] = _merge_adapters(old, value, overlay.origins[key])
         elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
-            changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
+            # A format without a kind is a template; a chat has all keys of a template.
+            new = value.get("kind")
+            changes_kind = key in _TAGGED and new not in (None, old.get("kind", "template"))
+            changes_kind &= key != "format" or new == "template"
             given = [name for name, origin in old.origins.items() if origin.label == COMMAND_LINE]
             if changes_kind and (dropped := [name for name in given if value.keys() != {name}]):
-                reason = f"kind {value['kind']} would drop {', '.join(dropped)} of the command line"
-                raise ConfigError(f"{at}{key}", reason, f"give {at}{key}.kind={value['kind']} once, with no other kind")
+                reason = f"kind {new} would drop {', '.join(dropped)} of the command line"
+                raise ConfigError(f"{at}{key}", reason, f"give {at}{key}.kind={new} once, with no other kind")
             merged[key] = value if changes_kind else merge_maps(old, value, f"{at}{key}.")
         else:
             merged[key] = value

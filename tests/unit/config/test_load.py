@@ -135,6 +135,33 @@ def test_an_override_drops_no_other_one_silently(overrides: list[str], dropped: 
         load_config([MOE], texts)
 
 
+CHAT = "{kind: chat, template: 'Solve: {prompt}', system_prompt: Be brief., chat_template_kwargs: {think: false}}"
+PLAIN = "{template: 'Solve: {prompt}'}"
+
+
+@pytest.mark.parametrize(
+    ("file", "overlay", "template", "system_prompt"),
+    [
+        (CHAT, "kind: chat_append", "Solve: {prompt}", "Be brief."),
+        (CHAT, "prefill: x", "Solve: {prompt}", "Be brief."),
+        (CHAT, "kind: template", "{prompt}", None),
+        (PLAIN, "kind: template", "Solve: {prompt}", None),
+        (PLAIN, "kind: chat", "Solve: {prompt}", None),
+    ],
+)
+def test_a_format_keeps_what_its_new_kind_has(
+    tmp_path: Path, file: str, overlay: str, template: str, system_prompt: str | None
+) -> None:
+    """Whether the kind is that of an override or of a file."""
+    base = write(tmp_path, "base.yaml", f"adapters: [{{task: {{kind: dataset, train: a, format: {file}}}}}]\n")
+    over = write(tmp_path, "over.yaml", f"adapters: [{{task: {{format: {{{overlay}}}}}}}]\n")
+    by_override = f"adapters.0.task.format.{overlay.replace(': ', '=')}"
+    for config in (load_config([MOE, base, over]), load_config([MOE, base], [by_override])):
+        how = config.adapters[0].task.format
+        assert (how.template, how.system_prompt) == (template, system_prompt)
+        assert how.chat_template_kwargs == ({"think": False} if system_prompt else {})
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
