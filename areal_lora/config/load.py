@@ -3,7 +3,7 @@
 Files merge over files, overrides over files. Maps merge key by key; the entries of ``adapters`` merge by ``name``, a
 single entry with a single entry; every other list replaces. An overlay that changes the ``kind`` of a section replaces
 the whole section, because the keys of the old kind mean nothing to the new one; a format
-keeps them, unless it becomes a template.
+keeps them, unless it becomes a template. An empty list of ``adapters`` and an empty map of keys of one's own replace.
 """
 
 import os
@@ -26,6 +26,13 @@ COMMAND_LINE = "the command line"
 GIVEN = "the given mapping"
 _TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
 """Sections with a ``kind``."""
+# fmt: off
+OWN_KEYS = frozenset({
+    "where", "args", "engine_args", "rank_pattern", "alpha_pattern", "chat_template_kwargs", "parameters", "judges",
+    "difficulty", "srun_extra", "wrapper",
+})
+# fmt: on
+"""Maps whose keys are the user's."""
 _NAMED = ("env", "loss", "advantage")  # keys whose value may be a name
 _TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
 _NUMBERS = {
@@ -211,9 +218,9 @@ def merge_maps(base: KeyTree, overlay: KeyTree, at: str = "") -> KeyTree:
     merged = KeyTree(base, base.origins | overlay.origins)
     for key, value in overlay.items():
         old = base.get(key)
-        if key == "adapters" and isinstance(old, list) and isinstance(value, list):
+        if key == "adapters" and isinstance(old, list) and isinstance(value, list) and value:
             merged[key] = _merge_adapters(old, value, overlay.origins[key])
-        elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
+        elif isinstance(old, KeyTree) and isinstance(value, KeyTree) and (value or key not in OWN_KEYS):
             # A format without a kind is a template; a chat has all keys of a template.
             new = value.get("kind")
             changes_kind = key in _TAGGED and new not in (None, old.get("kind", "template"))

@@ -30,7 +30,8 @@ A run is one tree of keys. Unknown keys are errors, and the error names the near
 python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=4
 ```
 
-- Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced.
+- Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced;
+  `[]` and `{}` empty lists and maps.
 - Entries of `adapters` merge by `name`. If both files have exactly one entry, these merge, whatever their names.
 - A section selected by `kind` is replaced as a whole when an overlay changes the kind.
 - `a.b=c` sets one key after all files, a `kind` before other keys. Address an adapter by number or by name:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.load import load_config
+from areal_lora.config.load import OWN_KEYS, load_config
 from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.section import described
@@ -160,6 +160,37 @@ def test_a_format_keeps_what_its_new_kind_has(
         how = config.adapters[0].task.format
         assert (how.template, how.system_prompt) == (template, system_prompt)
         assert how.chat_template_kwargs == ({"think": False} if system_prompt else {})
+
+
+def test_an_empty_map_of_own_keys_and_an_empty_list_of_adapters_replace(tmp_path: Path) -> None:
+    task = "{kind: dataset, train: a, where: {level: 1}, format: {kind: chat, chat_template_kwargs: {think: true}}}"
+    adapter = f"{{name: a, rank_pattern: {{q: 4}}, task: {task}}}"
+    base = write(tmp_path, "base.yaml", f"rollout: {{engine_args: {{x: 1}}}}\nadapters: [{adapter}]\n")
+    empty = ["adapters.0.task.where={}", "adapters.0.rank_pattern={}", "adapters.0.task.format.chat_template_kwargs={}"]
+    config = load_config([MOE, base], [*empty, "rollout.engine_args={}", "rollout={}", "adapters.0.sampling={}"])
+    [chosen] = config.adapters
+    assert config.rollout.engine_args == chosen.rank_pattern == chosen.task.where == {}
+    assert chosen.task.format.chat_template_kwargs == {}
+    assert (config.rollout.tp, chosen.task.format.kind, chosen.sampling.n_samples) == (2, "chat", 4), "sections merge"
+    service = write(tmp_path, "service.yaml", "service: {}\nadapters: []\n")
+    assert load_config([MOE, service]).adapters == []
+    with pytest.raises(ConfigError, match="a run without a service has at least one adapter"):
+        load_config([MOE], ["adapters=[]"])
+
+
+def test_maps_of_own_keys_are_those_of_no_section() -> None:
+    """By the schema: an object with values of any name."""
+
+    def maps(node: object) -> Iterator[str]:
+        for child in node if isinstance(node, list) else node.values() if isinstance(node, dict) else ():
+            yield from maps(child)
+        for key, field in (node.get("properties") or {}).items() if isinstance(node, dict) else ():
+            if any(
+                "additionalProperties" in option for option in [field, *field.get("anyOf", []), *field.get("oneOf", [])]
+            ):
+                yield key
+
+    assert set(maps(Config.model_json_schema())) == OWN_KEYS
 
 
 @pytest.mark.parametrize(
