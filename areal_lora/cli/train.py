@@ -1,5 +1,6 @@
 """Verbs that take a configuration (``train``, ``resume``, ``plan``, ``doctor``) or change the servers of a run."""
 
+import os
 import sys
 import time
 from collections import Counter
@@ -66,7 +67,8 @@ def sweep(
 
     At the end the winner is printed with the overrides to set. The same command resumes the sweep in its folder.
     """
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    # os.path takes a text that is too long for a path as one that does not exist.
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     files = [*(word for word in words if word not in overrides), *map(str, config or [])]
     listed, chosen = sweeps.plan_sweep(files, overrides, rungs=rungs, by=by)
     out = Console(highlight=False)
@@ -137,9 +139,9 @@ def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False)
 
 def chosen_config(files: list[Path], words: list[str]) -> Config:
     """The configuration of ``--config`` files or of a run folder, with the overrides among ``words``."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     runs = [word for word in words if word not in overrides]
-    if files and runs and not Path(runs[0]).exists():
+    if files and runs and not os.path.exists(runs[0]):
         raise ConfigError(runs[0], "is not an override", "write it as dotted.key=value")
     if len(runs) > 1 or bool(runs) == bool(files):
         given = " ".join([*(f"--config {file}" for file in files), *runs]) or "nothing"

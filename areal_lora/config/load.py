@@ -153,7 +153,7 @@ def examples() -> Path:
 
 def configuration_file(path: Path) -> Path:
     """``path``, or the shipped example of this name if ``path`` is a bare name of no file of the working folder."""
-    if path.exists() or path.name != str(path):
+    if os.path.exists(path) or path.name != str(path):
         return path
     return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path
 
@@ -389,6 +389,6 @@ def _resolve_paths(data: KeyTree) -> None:
         origin = origin_of(spot, data)
         folders = [Path.cwd()] if origin is None else [origin.folder, Path.cwd()]
         place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")  # file.py:name
-        found = next((folder / place for folder in folders if (folder / place).exists()), None)
+        found = next((folder / place for folder in folders if os.path.exists(folder / place)), None)
         if found is not None and not Path(value).is_absolute():
             holder[spot[-1]] = f"{found.resolve()}{colon}{name}"
