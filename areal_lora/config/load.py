@@ -7,6 +7,7 @@ keeps them, unless it becomes a template. An empty list of ``adapters`` and an e
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class KeyTree(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last."""
+    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last. 1e-3 is a number."""
 
     def __init__(self, text: str, origin: Origin) -> None:
         super().__init__(text)
@@ -91,6 +92,11 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor(_Loader.DEFAULT_MAPPING_TAG, _Loader.tree)
+# YAML 1.2's, without integers: PyYAML, of YAML 1.1, requires a point and the exponent's sign.
+_FLOAT = re.compile(r"^[-+]?(\.\d+|\d+\.\d*|\d+(?=[eE]))([eE][-+]?\d+)?$", re.ASCII)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+# What a text that is no YAML raises, such as a day that does not exist or a value that is in itself.
+_NO_YAML = (yaml.YAMLError, ValueError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 def read_source(path: Path) -> KeyTree:
@@ -103,13 +109,7 @@ def read_source(path: Path) -> KeyTree:
         raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
     try:
         data = _Loader(text, Origin(str(path), path.resolve().parent)).get_single_data()
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # also of a day that is none
+    except _NO_YAML as error:
         # The parser's problem with its line, without its copy of the text.
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -261,9 +261,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(text, "is not an override", "write it as dotted.key=value")
+    origin = Origin(COMMAND_LINE, Path.cwd())
     try:
-        return key, tracked(yaml.safe_load(raw), Origin(COMMAND_LINE, Path.cwd()))
-    except (yaml.YAMLError, ValueError, RecursionError):  # a date that does not exist; a value that is in itself
+        return key, tracked(_Loader(raw, origin).get_single_data(), origin)
+    except _NO_YAML:
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 

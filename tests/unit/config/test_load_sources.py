@@ -1,4 +1,4 @@
-"""Bare names of shipped examples."""
+"""Bare names of shipped examples; what YAML's values and keys are, in files and overrides."""
 
 from __future__ import annotations
 
@@ -31,3 +31,33 @@ def test_a_path_is_no_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ConfigError, match="no such configuration file"):
             load_config([path])
     assert configuration_file(Path("embedded.yaml")).parent.parent == examples()
+
+
+NUMBERS = ["1e-3", "1E5", "-2.5e3", "+.5e+1", "3.", "-.5", "1.0e-2", "6e0"]
+TEXTS = ["e3", "1e", "1e-3x", "1.2.3", "08", "--1e3", ".", "1_0e3", "'1e-3'"]
+
+
+def test_a_number_is_one_with_any_exponent(tmp_path: Path) -> None:
+    """Under keys without a type of their own; Python's `float` is the oracle."""
+    values = "{" + ", ".join(f"k{i}: {text}" for i, text in enumerate(NUMBERS + TEXTS)) + "}"
+    (tmp_path / "own.yaml").write_text(f"rollout: {{engine_args: {values}}}\n")
+    by_file = load_config([*NAMES, tmp_path / "own.yaml"]).rollout.engine_args
+    by_override = load_config(NAMES, [f"rollout.engine_args={values}"]).rollout.engine_args
+    expected = [*map(float, NUMBERS), *(text.strip("'") for text in TEXTS)]
+    for found in (by_file, by_override):
+        assert [found[f"k{i}"] for i in range(len(expected))] == expected
+    assert load_config(NAMES, ["rollout.engine_args.x=12"]).rollout.engine_args["x"] == 12
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("{n_samples: 4, n_samples: 8}", r"^n_samples: given twice in the command line"),
+        ("!!timestamp soon", "not valid YAML"),
+        ("!!int ''", "not valid YAML"),
+        ("{[1]: 2}", "not valid YAML"),
+    ],
+)
+def test_an_override_is_read_as_a_file_is(value: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(NAMES, [f"adapters.0.sampling={value}"])
