@@ -74,7 +74,8 @@ class KeyTree(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last. 1e-3 is a number."""
+    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last. 1e-3 is a number, 0 a
+    text as a key, as in overrides."""
 
     def __init__(self, text: str, origin: Origin) -> None:
         super().__init__(text)
@@ -88,6 +89,7 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(name, f"given twice in {here}", "keep one of the two")
             origins[name] = here
         values: dict[Any, Any] = self.construct_mapping(node, deep=True)  # deep: one that is in itself is an error
+        values = {str(key) if type(key) is int else key: value for key, value in values.items()}
         return KeyTree(values, dict.fromkeys(map(str, values), self._origin) | origins)
 
 

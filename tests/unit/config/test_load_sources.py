@@ -61,3 +61,18 @@ def test_a_number_is_one_with_any_exponent(tmp_path: Path) -> None:
 def test_an_override_is_read_as_a_file_is(value: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(NAMES, [f"adapters.0.sampling={value}"])
+
+
+def test_numbers_as_keys_are_those_of_an_override(tmp_path: Path) -> None:
+    """A stage that a file and an override set is one."""
+    stages = "{level: {0: {1: 1, 2: 2}, 10: {1: 5}}}"
+    (tmp_path / "own.yaml").write_text(f"adapters: [{{sampling: {{difficulty: {stages}}}}}]\n")
+    config = load_config([*NAMES, tmp_path / "own.yaml"], ["adapters.0.sampling.difficulty.level.0.2=7"])
+    assert config.adapters[0].sampling.difficulty == {"level": {0: {"1": 1, "2": 7}, 10: {"1": 5}}}
+
+
+@pytest.mark.parametrize("key", ["true", "null", "~", "1.5"])
+def test_other_keys_than_texts_and_integers_are_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "own.yaml").write_text(f"rollout: {{engine_args: {{{key}: 1}}}}\n")
+    with pytest.raises(ConfigError, match=r"^rollout\.engine_args"):
+        load_config([*NAMES, tmp_path / "own.yaml"])
