@@ -19,6 +19,8 @@ def _of_64_bits(value: int) -> int:
 
 NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
+Count = Annotated[int, Field(gt=0, le=1 << 16)]
+"""Of what rules go through one by one: processes, nodes, adapters, and the numbers of a row of a matrix."""
 LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """``~`` and ``~user`` are home folders, as in a shell."""
 Port = Annotated[int, Field(ge=0, le=65535)]
