@@ -34,7 +34,7 @@ OWN_KEYS = frozenset({
 })
 # fmt: on
 """Maps whose keys are the user's."""
-_NAMED = ("env", "loss", "advantage")  # keys whose value may be a name
+_NAMED = ("env", "tool_parser", "loss", "advantage")  # keys whose value may be a name
 _TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
 _NUMBERS = {
     "greater_than": "greater than",
@@ -375,11 +375,11 @@ def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, KeyTree]:
 def _resolve_paths(data: KeyTree) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
-    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
+    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env workflow.tool_parser"
     for i, adapter in enumerate(entries if isinstance(entries := data.get("adapters"), list) else ()):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         n_sets = len(sets) if isinstance(sets, list) else 0
-        spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("train", "eval", "keep")]
+        spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("eval", "keep")]
         spots += [("adapters", i, *key.split(".")) for key in f"{keys} algorithm.loss algorithm.advantage".split()]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
@@ -388,6 +388,8 @@ def _resolve_paths(data: KeyTree) -> None:
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
         if not isinstance(value, str) or (spot[-1] in _NAMED and ".py:" not in value):
             continue
+        if not value:
+            raise ConfigError(models.dotted(spot), "is empty", "name a file or folder, or leave the key out")
         holder[spot[-1]] = value = os.path.expanduser(value)
         origin = origin_of(spot, data)
         folders = [Path.cwd()] if origin is None else [origin.folder, Path.cwd()]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import configuration_file, examples, load_config
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import ConfigError
 from tests.support.paths import TINY_MODEL
 
@@ -76,3 +77,34 @@ def test_other_keys_than_texts_and_integers_are_refused(tmp_path: Path, key: str
     (tmp_path / "own.yaml").write_text(f"rollout: {{engine_args: {{{key}: 1}}}}\n")
     with pytest.raises(ConfigError, match=r"^rollout\.engine_args"):
         load_config([*NAMES, tmp_path / "own.yaml"])
+
+
+def test_a_parser_in_a_file_is_found_beside_the_configuration(tmp_path: Path) -> None:
+    for parser, found in (("own.py:Own", f"{tmp_path}/own.py:Own"), ("hermes", "hermes")):
+        (tmp_path / "own.py").write_text("")
+        workflow = f"{{kind: agent, path: 'own.py:agent', tool_parser: '{parser}'}}"
+        (tmp_path / "own.yaml").write_text(f"adapters: [{{workflow: {workflow}}}]\n")
+        chosen = load_config([*NAMES, tmp_path / "own.yaml"]).adapters[0].workflow
+        assert isinstance(chosen, WorkerWorkflowConfig)
+        assert (chosen.path, chosen.tool_parser) == (f"{tmp_path}/own.py:agent", found)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.path=''",
+        "adapters.0.init_from=''",
+        "adapters.0.task={kind: dataset, train: ''}",
+        "adapters.0.task={kind: dataset, train: rows.jsonl, eval: ''}",
+        "adapters.0.evals=[{name: hard, task: {kind: dataset, eval: ''}}]",
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"(path|init_from|train|eval): is empty \(fix: name a file or folder"):
+        load_config(NAMES, [override])
+
+
+def test_a_recorded_set_still_trains_on_nothing() -> None:
+    sets = "adapters.0.evals=[{name: hard, task: {kind: dataset, eval: rows.jsonl}}]"
+    config = load_config(NAMES, [sets])
+    assert load_config([config.model_dump(mode="json")]) == config
