@@ -203,7 +203,7 @@ class SamplingConfig(Section):
     )
     """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). A
     map: a column (or field in one) to first training steps to shares of prompts by the column's value."""
-    stop: list[str] = Field([])
+    stop: list[Annotated[str, Field(pattern=r"[\s\S]")]] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a

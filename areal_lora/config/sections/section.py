@@ -61,6 +61,7 @@ _PATTERNS = {
     NAME: "letters, digits, dots, underscores and hyphens, with a letter or digit first",
     TIME_LIMIT: "minutes, or HH:MM:SS or D-HH:MM:SS in quotes, or UNLIMITED",
     r"^\d+[KMGTkmgt]?$": "a size such as 800G",
+    r"[\s\S]": "a text that is not empty",
     r":": "package.module:name or file.py:name",
     r"^\S+$": "a text without spaces",
     r"^\S*$": "a text without spaces",

@@ -99,6 +99,7 @@ def test_adapters_merge_by_name_and_new_ones_are_added(tmp_path: Path) -> None:
         ("adapters.0.target_modules=[linear_fc*]", lambda c: c.adapters[0].target_modules, ["linear_fc*"]),
         ("adapters.0.task.kind=word_problems", lambda c: c.adapters[0].task.kind, "word_problems"),
         ("rollout.python=null", lambda c: c.rollout.python, None),
+        ('adapters.0.sampling.stop=["\\n", " "]', lambda c: c.adapters[0].sampling.stop, ["\n", " "]),
         ("cluster.slurm.partition=gpu=big", lambda c: c.cluster.slurm.partition, "gpu=big"),
     ],
 )
@@ -233,6 +234,7 @@ def test_maps_of_own_keys_are_those_of_no_section() -> None:
         ("trainer.world_size=1000000000000", ["trainer.world_size", "(fix: give a number of at most 65536)"]),
         ("adapters.0.rank=1000000000000", ["adapters.0.rank", "(fix: give a number of at most 65536)"]),
         ("weight_sync.bucket_mib=1e-300", ["weight_sync.bucket_mib", "(fix: give a number of at least 0.00097"]),
+        ("adapters.0.sampling.stop=['']", ["adapters.0.sampling.stop.0: ''", "(fix: give a text that is not empty)"]),
         ("run.name=a/b", ["(fix: give letters, digits, dots, underscores and hyphens"]),
         ("cluster.slurm.time_limit=forever", ["HH:MM:SS"]),
         ("cluster.slurm.time_limit=24:00:00", ["86400", "put the value into quotes"]),
