@@ -42,6 +42,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
 ) -> None:
     """Train here, or submit a Slurm job. The same command resumes the run in its folder."""
+    if details and not dry_run:
+        raise ConfigError("--details", "it belongs to --dry-run", "give --dry-run, too")
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
     if dry_run:
@@ -94,6 +96,8 @@ def plan(
     like: Annotated[str | None, typer.Option(metavar="RUN", help="with --simulate: take seconds of a run")] = None,
 ) -> None:
     """Print the resolved plan of a start; starts and creates nothing (as `train --dry-run`)."""
+    if not simulate and (gpus is not None or like is not None):
+        raise ConfigError("--gpus, --like", "they belong to --simulate", "give --simulate, too")
     chosen = chosen_config(config or [], words or [])
     if simulate:
         runs = [word for word in words or [] if "=" not in word]

@@ -75,3 +75,20 @@ def test_a_text_that_is_too_long_for_a_path_is_none(
     monkeypatch.chdir(EXAMPLES)
     assert app.main(words) == 64
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", "--gpus", "4"], "--simulate"),
+        (["plan", "--like", "nosuch"], "--simulate"),
+        (["train", "--details"], "--dry-run"),
+    ],
+)
+def test_an_option_of_another_one_is_refused_alone(
+    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verbs, "start", lambda *_, **__: 0)
+    files = [f"--config={EXAMPLES / name}.yaml" for name in ("gsm8k_grpo_megatron_lora_moe", "embedded")]
+    assert app.main([*words, *files]) == 64
+    assert f"belongs to {reason}" in capsys.readouterr().err.replace("they belong", "it belongs")
