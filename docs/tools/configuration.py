@@ -45,7 +45,7 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
   names: `# yaml-language-server: $schema=schema.json`.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - A run in the run folder is resumed. With `--fresh` the launcher moves the folder to `<name>.1`, `<name>.2`, and so
-  on, and begins a new run. Nothing is deleted.
+  on. Nothing is deleted.
 
 ## Models from the hub
 
