@@ -70,6 +70,16 @@ class _Verbs(TyperGroup):
             command = get_command(app)
         return name, command, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Here a closed pipe is caught, as in `areal-lora logs RUN | head`: typer ends the process with 1 on one."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.DONE
+        return code
+
 
 def build() -> typer.Typer:
     app = typer.Typer(
@@ -118,9 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refused.exit_code
     except ArealLoraError as error:
         return _fail(str(error), error.exit_code)
-    except BrokenPipeError:  # `areal-lora logs RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
     except PermissionError as error:
         fix = "run the command as the user that owns the run, or change the mode"
         return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", EnvironmentError_.exit_code)

@@ -211,6 +211,10 @@ def track(
     chosen = [(tracker, place) for tracker, place in places.items() if place is not None]
     if len(chosen) != 1:
         raise ConfigError("track", "it needs one tracker", f"give one of {', '.join(f'--{each}' for each in places)}")
+    [(tracker, _)] = chosen
+    for option, of, value in (("--entity", "wandb", entity), ("--experiment", "mlflow", experiment)):
+        if value is not None and tracker != of:
+            raise ConfigError(option, f"it belongs to --{of}", f"leave it out, or give --{of}")
     folder, config = open_run(run)
     state = send(
         folder,

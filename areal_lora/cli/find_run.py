@@ -42,7 +42,7 @@ def find_run(text: str) -> RunFolder:
     """
     here = Path.cwd()
     candidates = [Path(os.path.expanduser(text)), *(folder / RUNS / text for folder in (here, *here.parents))]
-    found = next((path for path in candidates if path.exists()), None)
+    found = next((path for path in candidates if os.path.exists(path)), None)
     if found is None:
         raise ConfigError(text, "there is no such run", _which())
     folder = RunFolder(found.absolute())

@@ -1,5 +1,6 @@
 """Verbs that take a configuration (``train``, ``resume``, ``plan``, ``doctor``) or change the servers of a run."""
 
+import os
 import sys
 import time
 from collections import Counter
@@ -41,6 +42,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and start a new one")] = False,
 ) -> None:
     """Train here, or submit a Slurm job. The same command resumes the run in its folder."""
+    if details and not dry_run:
+        raise ConfigError("--details", "it belongs to --dry-run", "give --dry-run, too")
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
     if dry_run:
@@ -66,7 +69,8 @@ def sweep(
 
     At the end the winner is printed with the overrides to set. The same command resumes the sweep in its folder.
     """
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    # os.path takes a text that is too long for a path as one that does not exist.
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     files = [*(word for word in words if word not in overrides), *map(str, config or [])]
     listed, chosen = sweeps.plan_sweep(files, overrides, rungs=rungs, by=by)
     out = Console(highlight=False)
@@ -92,6 +96,8 @@ def plan(
     like: Annotated[str | None, typer.Option(metavar="RUN", help="with --simulate: take seconds of a run")] = None,
 ) -> None:
     """Print the resolved plan of a start; starts and creates nothing (as `train --dry-run`)."""
+    if not simulate and (gpus is not None or like is not None):
+        raise ConfigError("--gpus, --like", "they belong to --simulate", "give --simulate, too")
     chosen = chosen_config(config or [], words or [])
     if simulate:
         runs = [word for word in words or [] if "=" not in word]
@@ -137,9 +143,9 @@ def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False)
 
 def chosen_config(files: list[Path], words: list[str]) -> Config:
     """The configuration of ``--config`` files or of a run folder, with the overrides among ``words``."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     runs = [word for word in words if word not in overrides]
-    if files and runs and not Path(runs[0]).exists():
+    if files and runs and not os.path.exists(runs[0]):
         raise ConfigError(runs[0], "is not an override", "write it as dotted.key=value")
     if len(runs) > 1 or bool(runs) == bool(files):
         given = " ".join([*(f"--config {file}" for file in files), *runs]) or "nothing"

@@ -2,11 +2,12 @@
 
 Files merge over files, overrides over files. Maps merge key by key; the entries of ``adapters`` merge by ``name``, a
 single entry with a single entry; every other list replaces. An overlay that changes the ``kind`` of a section replaces
-the whole section, because the keys of the old kind mean nothing to the new one.
+the whole section, because the keys of the old kind mean nothing to the new one; a format
+keeps them, unless it becomes a template. An empty list of ``adapters`` and an empty map of keys of one's own replace.
 """
 
-import difflib
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +20,21 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import models
 from areal_lora.config.sections.section import described
-from areal_lora.config.sections.task import BUILT_IN, TAGS
+from areal_lora.config.sections.task import BUILT_IN
 from areal_lora.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "the command line"
 GIVEN = "the given mapping"
 _TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
 """Sections with a ``kind``."""
-_NAMED = ("env", "loss", "advantage")  # keys whose value may be a name
+# fmt: off
+OWN_KEYS = frozenset({
+    "where", "args", "engine_args", "rank_pattern", "alpha_pattern", "chat_template_kwargs", "parameters", "judges",
+    "difficulty", "srun_extra", "wrapper",
+})
+# fmt: on
+"""Maps whose keys are the user's."""
+_NAMED = ("env", "tool_parser", "loss", "advantage")  # keys whose value may be a name
 _TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
 _NUMBERS = {
     "greater_than": "greater than",
@@ -66,7 +74,8 @@ class KeyTree(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last."""
+    """Its mappings are trees. A key given twice is an error, YAML would silently keep the last. 1e-3 is a number, 0 a
+    text as a key, as in overrides."""
 
     def __init__(self, text: str, origin: Origin) -> None:
         super().__init__(text)
@@ -80,10 +89,16 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(name, f"given twice in {here}", "keep one of the two")
             origins[name] = here
         values: dict[Any, Any] = self.construct_mapping(node, deep=True)  # deep: one that is in itself is an error
+        values = {str(key) if type(key) is int else key: value for key, value in values.items()}
         return KeyTree(values, dict.fromkeys(map(str, values), self._origin) | origins)
 
 
 _Loader.add_constructor(_Loader.DEFAULT_MAPPING_TAG, _Loader.tree)
+# YAML 1.2's, without integers: PyYAML, of YAML 1.1, requires a point and the exponent's sign.
+_FLOAT = re.compile(r"^[-+]?(\.\d+|\d+\.\d*|\d+(?=[eE]))([eE][-+]?\d+)?$", re.ASCII)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+# What a text that is no YAML raises, such as a day that does not exist or a value that is in itself.
+_NO_YAML = (yaml.YAMLError, ValueError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 def read_source(path: Path) -> KeyTree:
@@ -96,13 +111,7 @@ def read_source(path: Path) -> KeyTree:
         raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
     try:
         data = _Loader(text, Origin(str(path), path.resolve().parent)).get_single_data()
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # also of a day that is none
+    except _NO_YAML as error:
         # The parser's problem with its line, without its copy of the text.
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -146,7 +155,7 @@ def examples() -> Path:
 
 def configuration_file(path: Path) -> Path:
     """``path``, or the shipped example of this name if ``path`` is a bare name of no file of the working folder."""
-    if path.exists() or path.name != str(path):
+    if os.path.exists(path) or path.name != str(path):
         return path
     return next(iter(sorted(examples().glob(f"*/{path.name}"))), path) if path.suffix in (".yaml", ".yml") else path
 
@@ -167,7 +176,7 @@ def to_config_errors(error: ValidationError, data: KeyTree, labels: Sequence[str
 
 
 def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) -> ConfigError:
-    path = without_tags(first["loc"], data)
+    path = models.without_tags(first["loc"], data)
     name = models.dotted(path)
     if first["type"] == "missing":
         return ConfigError(name, f"is required and set nowhere ({', '.join(labels)})", f"add {name}: <value>")
@@ -179,39 +188,12 @@ def _to_config_error(first: ErrorDetails, data: KeyTree, labels: Sequence[str]) 
     origin = origin_of(path, data)
     where = "" if origin is None else f" in {origin}"
     if first["type"] == "extra_forbidden":
-        return ConfigError(name, f"unknown key{where}", f"use {nearest_key(path, data)}")
+        return ConfigError(name, f"unknown key{where}", f"use {models.nearest_key(path, data)}")
     if first["type"] == "value_error":
         reason, _, fix = str(first["ctx"]["error"]).partition(": ")
         return ConfigError(name, reason + (where and f" ({where.strip()})"), fix)
     value = models.value_at(data, path) if first["type"] in _TAG_FAULTS else first["input"]
     return ConfigError(name, f"{value!r} is not allowed{where}", _what_is_allowed(first))
-
-
-def without_tags(loc: tuple[int | str, ...], data: Any) -> models.Path:
-    """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
-    path: list[models.Key] = []
-    for key in loc:
-        here = models.value_at(data, tuple(path))
-        if key not in TAGS and not (isinstance(here, dict) and key not in here and here.get("kind") == key):
-            path.append(key)
-    return tuple(path)
-
-
-def nearest_key(path: models.Path, data: Any) -> str:
-    """The key most like ``path``, among its siblings first."""
-    section = models.section_at(path[:-1], data)
-    siblings = list(section.model_fields) if section is not None else []
-    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
-    if close:
-        return models.dotted((*path[:-1], close[0]))
-    everywhere: dict[str, str] = {}
-    for key in models.leaf_keys():
-        everywhere.setdefault(key.rpartition(".")[2], key)
-    close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
-    if close and len(close[0]) > 1:  # one letter is a coincidence
-        return everywhere[close[0]]
-    at = models.dotted(path[:-1])
-    return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
 
 
 def _what_is_allowed(detail: ErrorDetails) -> str:
@@ -233,15 +215,23 @@ def _what_is_allowed(detail: ErrorDetails) -> str:
     return f"give {text}" if text != detail["msg"] else detail["msg"]
 
 
-def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
+def merge_maps(base: KeyTree, overlay: KeyTree, at: str = "") -> KeyTree:
+    """``at`` is the way to both, with a dot last. Raises ConfigError for an override that another one would drop."""
     merged = KeyTree(base, base.origins | overlay.origins)
     for key, value in overlay.items():
         old = base.get(key)
-        if key == "adapters" and isinstance(old, list) and isinstance(value, list):
+        if key == "adapters" and isinstance(old, list) and isinstance(value, list) and value:
             merged[key] = _merge_adapters(old, value, overlay.origins[key])
-        elif isinstance(old, KeyTree) and isinstance(value, KeyTree):
-            changes_kind = key in _TAGGED and value.get("kind", old.get("kind")) != old.get("kind")
-            merged[key] = value if changes_kind else merge_maps(old, value)
+        elif isinstance(old, KeyTree) and isinstance(value, KeyTree) and (value or key not in OWN_KEYS):
+            # A format without a kind is a template; a chat has all keys of a template.
+            new = value.get("kind")
+            changes_kind = key in _TAGGED and new not in (None, old.get("kind", "template"))
+            changes_kind &= key != "format" or new == "template"
+            given = [name for name, origin in old.origins.items() if origin.label == COMMAND_LINE]
+            if changes_kind and (dropped := [name for name in given if value.keys() != {name}]):
+                reason = f"kind {new} would drop {', '.join(dropped)} of the command line"
+                raise ConfigError(f"{at}{key}", reason, f"give {at}{key}.kind={new} once, with no other kind")
+            merged[key] = value if changes_kind else merge_maps(old, value, f"{at}{key}.")
         else:
             merged[key] = value
     return merged
@@ -249,7 +239,7 @@ def merge_maps(base: KeyTree, overlay: KeyTree) -> KeyTree:
 
 def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list[Any]:
     if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], KeyTree) and isinstance(overlay[0], KeyTree):
-        return [merge_maps(base[0], overlay[0])]
+        return [merge_maps(base[0], overlay[0], "adapters.0.")]
     given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
     if repeated := [name for name, count in given.items() if name is not None and count > 1]:
         raise ConfigError("adapters", f"{origin} names {repeated[0]!r} twice", "give each adapter its own name")
@@ -262,7 +252,7 @@ def _merge_adapters(base: list[Any], overlay: list[Any], origin: Origin) -> list
             raise ConfigError(f"adapters.{i}", reason, f"name one of {names}")
         if name in names:
             at = names.index(name)
-            merged[at] = merge_maps(merged[at], entry)
+            merged[at] = merge_maps(merged[at], entry, f"adapters.{name}.")
         else:
             merged.append(entry)
     return merged
@@ -273,9 +263,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(text, "is not an override", "write it as dotted.key=value")
+    origin = Origin(COMMAND_LINE, Path.cwd())
     try:
-        return key, tracked(yaml.safe_load(raw), Origin(COMMAND_LINE, Path.cwd()))
-    except (yaml.YAMLError, ValueError, RecursionError):  # a date that does not exist; a value that is in itself
+        return key, tracked(_Loader(raw, origin).get_single_data(), origin)
+    except _NO_YAML:
         raise ConfigError(key, f"the value {raw!r} is not valid YAML", "quote it") from None
 
 
@@ -291,7 +282,7 @@ def apply_override(data: KeyTree, text: str) -> KeyTree:
     at, rest = _find_adapter(adapters, key)
     if not rest:
         raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
-    changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value))
+    changed = merge_maps(_check_is_map(adapters[at], rest), _nest(rest, value), key.removesuffix(".".join(rest)))
     return KeyTree(data | {"adapters": [changed if i == at else old for i, old in enumerate(adapters)]}, data.origins)
 
 
@@ -352,7 +343,8 @@ def load_config(
     merged = KeyTree({}, {})
     for _, data in sources:
         merged = merge_maps(merged, data)
-    for override in overrides:
+    # A kind replaces its section, so it comes before the section's keys.
+    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
         merged = apply_override(merged, override)
     for section, keys in (given or {}).items():
         _add_given(merged, section, keys)
@@ -383,11 +375,11 @@ def _source(part: Path | str | Mapping[str, Any]) -> tuple[str, KeyTree]:
 def _resolve_paths(data: KeyTree) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[models.Path] = [("model", "path"), ("service", "api", "data")]
-    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env"
+    keys = "task.train task.eval task.keep init_from reward.path workflow.path workflow.env workflow.tool_parser"
     for i, adapter in enumerate(entries if isinstance(entries := data.get("adapters"), list) else ()):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         n_sets = len(sets) if isinstance(sets, list) else 0
-        spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("train", "eval", "keep")]
+        spots += [("adapters", i, "evals", j, "task", key) for j in range(n_sets) for key in ("eval", "keep")]
         spots += [("adapters", i, *key.split(".")) for key in f"{keys} algorithm.loss algorithm.advantage".split()]
         rewards = adapter.get("reward") if isinstance(adapter, dict) else None
         spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
@@ -396,10 +388,12 @@ def _resolve_paths(data: KeyTree) -> None:
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
         if not isinstance(value, str) or (spot[-1] in _NAMED and ".py:" not in value):
             continue
+        if not value:
+            raise ConfigError(models.dotted(spot), "is empty", "name a file or folder, or leave the key out")
         holder[spot[-1]] = value = os.path.expanduser(value)
         origin = origin_of(spot, data)
         folders = [Path.cwd()] if origin is None else [origin.folder, Path.cwd()]
         place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")  # file.py:name
-        found = next((folder / place for folder in folders if (folder / place).exists()), None)
+        found = next((folder / place for folder in folders if os.path.exists(folder / place)), None)
         if found is not None and not Path(value).is_absolute():
             holder[spot[-1]] = f"{found.resolve()}{colon}{name}"

@@ -3,6 +3,7 @@
 Its sections are defined by subject (``run``, ``adapter``, ``task``); those that users make are imported from here, too.
 """
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -15,7 +16,7 @@ from areal_lora.config.sections import run as sections
 from areal_lora.config.sections.adapter import AdapterConfig, OptimizerConfig, SamplingConfig
 from areal_lora.config.sections.run import ClusterConfig, ModelConfig, TrainerConfig, WeightSyncConfig
 from areal_lora.config.sections.section import Section
-from areal_lora.config.sections.task import SingleTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
+from areal_lora.config.sections.task import TAGS, SingleTurnWorkflowConfig, WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.run_folder.paths import RunFolder
 
 # fmt: off
@@ -129,6 +130,33 @@ def value_at(data: Any, path: Path) -> Any:
         else:
             return None
     return data
+
+
+def without_tags(loc: Path, data: Any) -> Path:
+    """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
+    path: list[Key] = []
+    for key in loc:
+        here = value_at(data, tuple(path))
+        if key not in TAGS and not (isinstance(here, dict) and key not in here and here.get("kind") == key):
+            path.append(key)
+    return tuple(path)
+
+
+def nearest_key(path: Path, data: Any) -> str:
+    """The key most like ``path``, among its siblings first."""
+    section = section_at(path[:-1], data)
+    siblings = list(section.model_fields) if section is not None else []
+    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
+    if close:
+        return dotted((*path[:-1], close[0]))
+    everywhere: dict[str, str] = {}
+    for key in leaf_keys():
+        everywhere.setdefault(key.rpartition(".")[2], key)
+    close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
+    if close and len(close[0]) > 1:  # one letter is a coincidence
+        return everywhere[close[0]]
+    at = dotted(path[:-1])
+    return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
 
 
 def json_schema() -> str:

@@ -109,14 +109,15 @@ def plan_sweep(
     Of ``overrides`` those of an adapter's keys with a list have a value per trial. ``rungs`` are parts of the steps,
     such as ``1/4,1/2``, if not those of `plan_rungs`. Raises ConfigError for trials that could not be compared.
     """
-    swept, shared = dict[str, list[Any]](), []
+    swept, shared = dict[str, list[str]](), []
     for text in overrides:
-        key, value = parse_override(text)
-        if key.startswith("adapters.") and isinstance(value, list):
-            swept[key] = value
+        (key, _), raw = parse_override(text), text.partition("=")[2]
+        if key.startswith("adapters.") and isinstance(node := yaml.compose(raw, yaml.SafeLoader), yaml.SequenceNode):
+            # As they are written: 1e-4 keeps its name.
+            swept[key] = [raw[item.start_mark.index : item.end_mark.index] for item in node.value]
         else:
             shared.append(text)
-    combinations = list(itertools.product(*([f"{key}={_yaml(v)}" for v in values] for key, values in swept.items())))
+    combinations = list(itertools.product(*([f"{key}={v}" for v in values] for key, values in swept.items())))
     if len(set(combinations)) < max(2, len(combinations)):
         reason = f"the lists of values give {len(set(combinations))} different combinations of {len(combinations)}"
         raise ConfigError("sweep", reason, "give lists of different values: adapters.0.optimizer.lr=[1e-4,3e-4]")
@@ -181,11 +182,6 @@ def _names(combinations: Sequence[Sequence[str]]) -> list[str]:
     names = [re.sub(r"[^a-z0-9_-]+", "_", text.lower()).strip("_") for text in texts]
     usable = all(map(state.NAME.fullmatch, names)) and len(set(names)) == len(names)
     return names if usable else [f"trial-{n}" for n in range(1, len(names) + 1)]
-
-
-def _yaml(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-    return text.removesuffix("...\n").strip()
 
 
 def launched(config: Config, sweep: Sweep) -> Config:

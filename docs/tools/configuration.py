@@ -30,10 +30,12 @@ A run is one tree of keys. Unknown keys are errors, and the error names the near
 python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=4
 ```
 
-- Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced.
+- Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced;
+  `[]` and `{}` empty lists and maps.
 - Entries of `adapters` merge by `name`. If both files have exactly one entry, these merge, whatever their names.
 - A section selected by `kind` is replaced as a whole when an overlay changes the kind.
-- `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
+- `a.b=c` sets one key after all files, a `kind` before other keys. Address an adapter by number or by name:
+  `adapters.0.rank=8`.
 - Relative paths of models, adapters, data files and user code are looked up next to the YAML file that sets them,
   then in the working folder. `~` is the home folder.
 - `model.path` is a folder if a folder of this name exists, else a hub name if it has the form `org/name`; see below.
@@ -43,7 +45,7 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
   names: `# yaml-language-server: $schema=schema.json`.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - A run in the run folder is resumed. With `--fresh` the launcher moves the folder to `<name>.1`, `<name>.2`, and so
-  on, and begins a new run. Nothing is deleted.
+  on. Nothing is deleted.
 
 ## Models from the hub
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
-from areal_lora.config.sections.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
+from areal_lora.config.sections.section import NAME, Count, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
 from areal_lora.types import MOST_KEPT, AdapterSpec, ExpertLayout
 
 # fmt: off
@@ -203,7 +203,7 @@ class SamplingConfig(Section):
     )
     """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). A
     map: a column (or field in one) to first training steps to shares of prompts by the column's value."""
-    stop: list[str] = Field([])
+    stop: list[Annotated[str, Field(pattern=r"[\s\S]")]] = Field([])
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
@@ -251,10 +251,10 @@ def _formatted(chosen: Any, how: Any) -> Any:
 
 class AdapterConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the adapter; versions are served as name@vN.")
-    rank: PositiveInt = Field(description="Inner size of the low-rank product.")
+    rank: Count = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank, or see `rslora`.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
-    rank_pattern: dict[str, PositiveInt] = Field({})
+    rank_pattern: dict[str, Count] = Field({})
     """Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank."""
     alpha_pattern: dict[str, PositiveFloat] = Field({}, description="Other values of `alpha`, in the same way.")
     target_modules: list[str] = Field(min_length=1)

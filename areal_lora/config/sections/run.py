@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic.json_schema import SkipJsonSchema
 
-from areal_lora.config.sections.section import NAME, TIME_LIMIT, LocalPath, NonNegInt, Port, PositiveInt, Section
+from areal_lora.config.sections.section import NAME, TIME_LIMIT, Count, LocalPath, NonNegInt, Port, PositiveInt, Section
 from areal_lora.errors import ExitCode
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
@@ -76,7 +76,7 @@ class TrainerConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
     """`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights sharded over
     ranks; `tp`, `pp`, `ep` and `etp` stay 1."""
-    world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
+    world_size: Count = Field(description="Trainer processes (one per GPU).")
     tp: PositiveInt = Field(1, description="Tensor parallel size.")
     cp: PositiveInt = Field(1, description="Context parallel size: ranks that divide each sequence.")
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
@@ -129,7 +129,7 @@ ServedAs = Literal["merged", Quantised]
 
 
 class RolloutConfig(Section):
-    servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
+    servers: Count = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
     expert_parallel: bool = False
     """Distribute whole experts over the workers of a replica instead of splitting each expert."""
@@ -145,8 +145,8 @@ class RolloutConfig(Section):
     with their KV cache (`keep`)."""
     deterministic: bool = False
     """Run one sequence at a time without prefix cache, and one client's pass, so nothing depends on other requests."""
-    max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
-    max_adapters: PositiveInt | None = None
+    max_lora_rank: Count = Field(32, description="Largest adapter rank a server accepts.")
+    max_adapters: Count | None = None
     """Adapters that a server holds at a time; decides its slots. If unset, those of the list."""
     max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
@@ -190,7 +190,7 @@ class WeightSyncConfig(Section):
     backend: Literal["auto", "nccl", "hccl", "gloo"] = "auto"
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
     `cluster.device`, and gloo where a trainer rank and a server share a device."""
-    bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
+    bucket_mib: float = Field(256.0, ge=1 / 1024, description="Largest flat buffer of one broadcast, MiB.")
     timeout_s: PositiveFloat = 30.0
     """Seconds for a publish, also with a second transfer. With fewer than `cluster.min_servers` members it waits four
     times as long for servers to rejoin."""
@@ -261,7 +261,7 @@ class SlurmComponent(Section):
 
     roles: list[Role] = Field(min_length=1)
     """What runs on its nodes. `environment`: worker processes of workflows, which else run beside the controller."""
-    nodes: PositiveInt = Field(1, description="Nodes of the component.")
+    nodes: Count = Field(1, description="Nodes of the component.")
     devices_per_node: NonNegInt | None = None
     """Unset: `cluster.devices_per_node`, or 0 for nodes without trainer and rollout."""
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
@@ -304,7 +304,7 @@ class SlurmConfig(Section):
 class ClusterConfig(Section):
     kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
-    nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
+    nodes: Count = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = 8
     """Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."""
     threads: PositiveInt = Field(1, description="OpenMP threads of a trainer rank; on CPUs of a server's worker, too.")

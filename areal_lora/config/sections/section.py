@@ -19,6 +19,8 @@ def _of_64_bits(value: int) -> int:
 
 NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
+Count = Annotated[int, Field(gt=0, le=1 << 16)]
+"""Of what rules go through one by one: processes, nodes, adapters, and the numbers of a row of a matrix."""
 LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """``~`` and ``~user`` are home folders, as in a shell."""
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -59,6 +61,7 @@ _PATTERNS = {
     NAME: "letters, digits, dots, underscores and hyphens, with a letter or digit first",
     TIME_LIMIT: "minutes, or HH:MM:SS or D-HH:MM:SS in quotes, or UNLIMITED",
     r"^\d+[KMGTkmgt]?$": "a size such as 800G",
+    r"[\s\S]": "a text that is not empty",
     r":": "package.module:name or file.py:name",
     r"^\S+$": "a text without spaces",
     r"^\S*$": "a text without spaces",

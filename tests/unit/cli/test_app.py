@@ -223,3 +223,15 @@ def test_a_page_on_a_port_that_it_cannot_have_is_one_line(
         assert app.main(["page", str(folder), "--port", number]) == ExitCode.WRONG_INPUT
     err = capsys.readouterr().err
     assert (err.count("\n"), "--port" in err) == (1, True), err
+
+
+@pytest.mark.parametrize("verb", [["schema"], ["init", "--help"]])
+def test_a_closed_pipe_is_no_error(verb: list[str]) -> None:
+    """Of a reader that ends first: more than a pipe holds, and a few lines."""
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    code = f"import sys; from areal_lora.cli.app import main; sys.exit(main({verb!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=sender, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(sender)
+    assert (done.returncode, done.stderr) == (0, "")

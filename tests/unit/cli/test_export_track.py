@@ -25,6 +25,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     [
         ([], 64, "it needs one tracker"),
         (["--wandb", "p", "--mlflow", "http://127.0.0.1:1"], 64, "it needs one tracker"),
+        (["--wandb", "p", "--experiment", "x"], 64, "--experiment: it belongs to --mlflow"),
+        (["--mlflow", "http://127.0.0.1:1", "--entity", "x"], 64, "--entity: it belongs to --wandb"),
+        (["--trackio", "p", "--entity", "x"], 64, "--entity: it belongs to --wandb"),
         (["--mlflow", "https://me:pass-word@127.0.0.1:1"], 64, "MLFLOW_TRACKING_PASSWORD"),
         (["--wandb", "p"], 69, "pip install 'areal-lora[wandb]'"),
         (["--mlflow", "http://127.0.0.1:1"], 69, "pip install 'areal-lora[mlflow]'"),

@@ -44,3 +44,51 @@ def test_the_doctor_of_a_run_has_its_mismatch_by_cause(
     assert json.loads(capsys.readouterr().out)["mismatch"] == {
         "toy": {"staleness": [0.03, 0.0006], "numerics": [0.01, 0.0002]}
     }
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("verb", ["plan", "sweep", "doctor", "train"])
+def test_an_override_may_be_longer_than_a_path(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reaches the check of its key: names of files have at most 255 bytes."""
+    monkeypatch.chdir(EXAMPLES)
+    words = ["--config=gsm8k_grpo_megatron_lora_moe.yaml", f"rollout.engine_arg={{x: {LONG}}}"]
+    words = [words[0].partition("=")[2], words[1], "adapters.0.rank=[4,8]"] if verb == "sweep" else words
+    assert app.main([verb, *words]) == 64
+    assert "use rollout.engine_args" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", LONG], "there is no such run"),
+        (["plan", f"--config={LONG}"], "cannot be read"),
+        (["plan", "--config=embedded.yaml", LONG], "is not an override"),
+    ],
+)
+def test_a_text_that_is_too_long_for_a_path_is_none(
+    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    assert app.main(words) == 64
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", "--gpus", "4"], "--simulate"),
+        (["plan", "--like", "nosuch"], "--simulate"),
+        (["train", "--details"], "--dry-run"),
+    ],
+)
+def test_an_option_of_another_one_is_refused_alone(
+    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verbs, "start", lambda *_, **__: 0)
+    files = [f"--config={EXAMPLES / name}.yaml" for name in ("gsm8k_grpo_megatron_lora_moe", "embedded")]
+    assert app.main([*words, *files]) == 64
+    assert f"belongs to {reason}" in capsys.readouterr().err.replace("they belong", "it belongs")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from areal_lora.config.load import load_config
+from areal_lora.config.load import OWN_KEYS, load_config
 from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.section import described
@@ -98,6 +99,7 @@ def test_adapters_merge_by_name_and_new_ones_are_added(tmp_path: Path) -> None:
         ("adapters.0.target_modules=[linear_fc*]", lambda c: c.adapters[0].target_modules, ["linear_fc*"]),
         ("adapters.0.task.kind=word_problems", lambda c: c.adapters[0].task.kind, "word_problems"),
         ("rollout.python=null", lambda c: c.rollout.python, None),
+        ('adapters.0.sampling.stop=["\\n", " "]', lambda c: c.adapters[0].sampling.stop, ["\n", " "]),
         ("cluster.slurm.partition=gpu=big", lambda c: c.cluster.slurm.partition, "gpu=big"),
     ],
 )
@@ -107,6 +109,89 @@ def test_override(override: str, read: object, expected: object) -> None:
 
 def test_later_override_wins_over_files_and_earlier_ones() -> None:
     assert load_config([MOE, EMBEDDED], ["run.seed=2", "run.seed=3"]).run.seed == 3
+
+
+@pytest.mark.parametrize("order", list(permutations(("kind=dapo", "eps_clip=0.07", "kl_coef=0.01"))), ids=str)
+def test_a_kind_keeps_the_other_overrides_in_any_order(order: tuple[str, ...]) -> None:
+    algorithm = load_config([MOE], [f"adapters.0.algorithm.{each}" for each in order]).adapters[0].algorithm
+    assert (algorithm.kind, algorithm.eps_clip, algorithm.kl_coef) == ("dapo", 0.07, 0.01)
+
+
+def test_of_two_kinds_the_later_one_wins() -> None:
+    kinds = [f"adapters.0.algorithm.kind={kind}" for kind in ("dapo", "gspo")]
+    assert [load_config([MOE], each).adapters[0].algorithm.kind for each in (kinds, kinds[::-1])] == ["gspo", "dapo"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dropped"),
+    [
+        (["eps_clip=0.07", "={kind: dapo}"], "kind dapo would drop eps_clip of"),
+        (["={kind: dapo, eps_clip: 0.1}", "kind=gspo"], "kind dapo would drop kind of"),
+        (["={kind: dapo, eps_clip: 0.1}", "={kind: gspo}"], "kind gspo would drop eps_clip of"),
+    ],
+)
+def test_an_override_drops_no_other_one_silently(overrides: list[str], dropped: str) -> None:
+    texts = [f"adapters.gsm8k.algorithm{each if each[0] == '=' else '.' + each}" for each in overrides]
+    with pytest.raises(ConfigError, match=rf"^adapters\.gsm8k\.algorithm: {dropped} the command line \(fix: give "):
+        load_config([MOE], texts)
+
+
+CHAT = "{kind: chat, template: 'Solve: {prompt}', system_prompt: Be brief., chat_template_kwargs: {think: false}}"
+PLAIN = "{template: 'Solve: {prompt}'}"
+
+
+@pytest.mark.parametrize(
+    ("file", "overlay", "template", "system_prompt"),
+    [
+        (CHAT, "kind: chat_append", "Solve: {prompt}", "Be brief."),
+        (CHAT, "prefill: x", "Solve: {prompt}", "Be brief."),
+        (CHAT, "kind: template", "{prompt}", None),
+        (PLAIN, "kind: template", "Solve: {prompt}", None),
+        (PLAIN, "kind: chat", "Solve: {prompt}", None),
+    ],
+)
+def test_a_format_keeps_what_its_new_kind_has(
+    tmp_path: Path, file: str, overlay: str, template: str, system_prompt: str | None
+) -> None:
+    """Whether the kind is that of an override or of a file."""
+    base = write(tmp_path, "base.yaml", f"adapters: [{{task: {{kind: dataset, train: a, format: {file}}}}}]\n")
+    over = write(tmp_path, "over.yaml", f"adapters: [{{task: {{format: {{{overlay}}}}}}}]\n")
+    by_override = f"adapters.0.task.format.{overlay.replace(': ', '=')}"
+    for config in (load_config([MOE, base, over]), load_config([MOE, base], [by_override])):
+        how = config.adapters[0].task.format
+        assert (how.template, how.system_prompt) == (template, system_prompt)
+        assert how.chat_template_kwargs == ({"think": False} if system_prompt else {})
+
+
+def test_an_empty_map_of_own_keys_and_an_empty_list_of_adapters_replace(tmp_path: Path) -> None:
+    task = "{kind: dataset, train: a, where: {level: 1}, format: {kind: chat, chat_template_kwargs: {think: true}}}"
+    adapter = f"{{name: a, rank_pattern: {{q: 4}}, task: {task}}}"
+    base = write(tmp_path, "base.yaml", f"rollout: {{engine_args: {{x: 1}}}}\nadapters: [{adapter}]\n")
+    empty = ["adapters.0.task.where={}", "adapters.0.rank_pattern={}", "adapters.0.task.format.chat_template_kwargs={}"]
+    config = load_config([MOE, base], [*empty, "rollout.engine_args={}", "rollout={}", "adapters.0.sampling={}"])
+    [chosen] = config.adapters
+    assert config.rollout.engine_args == chosen.rank_pattern == chosen.task.where == {}
+    assert chosen.task.format.chat_template_kwargs == {}
+    assert (config.rollout.tp, chosen.task.format.kind, chosen.sampling.n_samples) == (2, "chat", 4), "sections merge"
+    service = write(tmp_path, "service.yaml", "service: {}\nadapters: []\n")
+    assert load_config([MOE, service]).adapters == []
+    with pytest.raises(ConfigError, match="a run without a service has at least one adapter"):
+        load_config([MOE], ["adapters=[]"])
+
+
+def test_maps_of_own_keys_are_those_of_no_section() -> None:
+    """By the schema: an object with values of any name."""
+
+    def maps(node: object) -> Iterator[str]:
+        for child in node if isinstance(node, list) else node.values() if isinstance(node, dict) else ():
+            yield from maps(child)
+        for key, field in (node.get("properties") or {}).items() if isinstance(node, dict) else ():
+            if any(
+                "additionalProperties" in option for option in [field, *field.get("anyOf", []), *field.get("oneOf", [])]
+            ):
+                yield key
+
+    assert set(maps(Config.model_json_schema())) == OWN_KEYS
 
 
 @pytest.mark.parametrize(
@@ -144,6 +229,12 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("adapters.0.algorithm=grpo", ["give the keys of this section below it"]),
         ("adapters.0.reward={kind: exact}", ["adapters.0.reward.kind: 'exact'", "give one of 'numeric_match'"]),
         ("adapters.0.reward={kind: code}", ["adapters.0.reward: there are no tests (in the command line)", "name a"]),
+        ("cluster.nodes=1000000000000", ["cluster.nodes", "(fix: give a number of at most 65536)"]),
+        ("rollout.servers=1000000000000", ["rollout.servers", "(fix: give a number of at most 65536)"]),
+        ("trainer.world_size=1000000000000", ["trainer.world_size", "(fix: give a number of at most 65536)"]),
+        ("adapters.0.rank=1000000000000", ["adapters.0.rank", "(fix: give a number of at most 65536)"]),
+        ("weight_sync.bucket_mib=1e-300", ["weight_sync.bucket_mib", "(fix: give a number of at least 0.00097"]),
+        ("adapters.0.sampling.stop=['']", ["adapters.0.sampling.stop.0: ''", "(fix: give a text that is not empty)"]),
         ("run.name=a/b", ["(fix: give letters, digits, dots, underscores and hyphens"]),
         ("cluster.slurm.time_limit=forever", ["HH:MM:SS"]),
         ("cluster.slurm.time_limit=24:00:00", ["86400", "put the value into quotes"]),
@@ -234,7 +325,8 @@ def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypa
     (tmp_path / "cwd" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "cwd")
     assert load_config([MOE], ["model.path=model"]).model.path == str(tmp_path / "cwd" / "model")
-    assert load_config([MOE], ["model.path=absent"]).model.path == "absent"
+    for absent in ("absent", "x" * 300):  # names of files have at most 255 bytes
+        assert load_config([MOE], [f"model.path={absent}"]).model.path == absent
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,15 @@ def test_trials_are_the_product_of_the_lists_and_differ_in_nothing_else() -> Non
     assert sweep.command[-2:] == ("run.steps=16", "cluster.threads=2")
 
 
+def test_trials_of_other_kinds_share_the_other_overrides() -> None:
+    config, _ = planned("adapters.0.algorithm.kind=[grpo,dapo,gspo]", "adapters.0.algorithm.kl_coef=0.01")
+    assert [(a.algorithm.kind, a.algorithm.kl_coef) for a in config.adapters] == [
+        ("grpo", 0.01),
+        ("dapo", 0.01),
+        ("gspo", 0.01),
+    ]
+
+
 def test_the_launched_run_has_room_for_all_trials_and_no_adapter_of_its_own() -> None:
     config, sweep = planned("adapters.0.target_modules=[[linear_qkv],[linear_proj]]")
     run = sweeps.launched(config, sweep)

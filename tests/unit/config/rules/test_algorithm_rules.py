@@ -143,7 +143,8 @@ def test_a_key_beside_the_kind_overrides_the_preset() -> None:
     chosen = load("algorithm.kind=dapo", "algorithm.overlong_share=0.5").adapters[0].algorithm
     assert (chosen.eps_clip_high, chosen.overlong_share, chosen.drop_uniform) == (0.28, 0.5, True)
     assert chosen.changed() == {"overlong_share": 0.5}
-    assert load("algorithm.eps_clip_high=null", "algorithm.kind=dapo").adapters[0].algorithm.changed() == {}
+    nulled = load("algorithm.eps_clip_high=null", "algorithm.kind=dapo").adapters[0].algorithm
+    assert nulled.changed() == {"eps_clip_high": None}
 
 
 def test_difficulty_needs_a_reward_that_states_what_is_correct() -> None:
