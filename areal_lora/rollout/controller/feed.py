@@ -192,7 +192,9 @@ class AdapterFeed:
             self._uniform_in_a_row += 1
         else:
             self._uniform_in_a_row = 0
-            self.groups.finish(finished)
+            if not self.groups.finish(finished):
+                fix = "fewer sampling.n_samples or a smaller rollout.max_model_len"
+                self.failures.details[groups.TOO_LARGE] = f"a group exceeds {groups.MAX_BYTES:,} bytes (fix: {fix})"
         self._ledger.flush()
         reached("controller.group_done")
         return True

@@ -27,6 +27,7 @@ from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)
 
+REBUILT = "(fix: remove the file: it is rebuilt from the checkpoint)"
 SCHEMA_VERSION = 3  # 1: trajectories with lists of tokens; 2: starts of stages in a table
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
@@ -136,6 +137,7 @@ class LedgerFile:
         self.path = str(path)
         self.heads: dict[str, Head] = {}
         self.changed = set[str]()
+        self.broken = False
         try:
             self._db = _open(self.path, run)
         except sqlite3.OperationalError as error:
@@ -171,19 +173,25 @@ class LedgerFile:
         self.changed.clear()
 
     def close(self) -> None:
-        self.changed |= self.heads.keys()
-        self.flush()
+        if not self.broken:
+            self.changed |= self.heads.keys()
+            self.flush()
         self._db.close()
 
     def _broken(self, error: sqlite3.Error) -> LedgerError:
+        """Write nothing more: SQLite may have rolled back rows that the heads in memory count."""
+        self.broken = True
+        self._db.close()
         fix = "free or repair the disk"
         return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: {fix})")
 
 
 def _kind(error: sqlite3.Error) -> type[LedgerError]:
-    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)  # the low byte of an extended code is the primary one
-    known = isinstance(error, sqlite3.OperationalError)  # others may come from Python, without a code
-    return LedgerDiskError if known and error.sqlite_errorcode & 0xFF in full else LedgerError
+    if not isinstance(error, sqlite3.OperationalError):  # others may come from Python, without a code
+        return LedgerError
+    code = error.sqlite_errorcode  # its low byte is the primary one; a quota is an error of a write
+    full = code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code == sqlite3.SQLITE_IOERR_WRITE
+    return LedgerDiskError if full else LedgerError
 
 
 def _open(path: str, run: str) -> sqlite3.Connection:
@@ -260,7 +268,7 @@ class GroupTable:
             "SELECT payload FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq)
         ).fetchone()
         if row is None:
-            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories")
+            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories {REBUILT}")
         payload: bytes = row[0]
         return payload
 
@@ -399,5 +407,5 @@ class Ledger:
             shown = {state.name.lower(): n for state, n in counts.items()}
             raise LedgerError(
                 f"{self._file.path} does not add up: {self.head.issued} issued of {self.adapter}, {shown}, "
-                f"{live} groups held"
+                f"{live} groups held {REBUILT}"
             )

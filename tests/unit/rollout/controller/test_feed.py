@@ -533,3 +533,15 @@ def test_a_ready_group_that_became_too_old_is_reported() -> None:
     made.finish(ticket, episode(ticket.prompt, 0))  # the server says it used an older version
     [lost] = made.take_dropped()
     assert (lost.reason, lost.group.uid) == ("stale", ticket.prompt.uid)
+
+
+def test_a_group_that_the_ledger_cannot_keep_is_dropped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ledger, _ = feed(b=2)
+    made.announce(0)
+    whole, large = admit_all(made)[:2]
+    monkeypatch.setattr("areal_lora.rollout.controller.groups.MAX_BYTES", 10_000)
+    made.finish(whole, episode(whole.prompt, 0))
+    made.finish(large, replace(episode(large.prompt, 0), texts=("x" * 10_000,) * 2))
+    assert (made.stats().ready, made.stats().dropped) == (1, {"too_large": 1})
+    assert "too_large: 0 retried, 1 dropped, last: a group exceeds 10,000 bytes (fix: fewer" in made.note
+    ledger.check(live=made.groups.live)
