@@ -132,7 +132,8 @@ class LedgerFile:
         """Open or create.
 
         A damaged file is moved aside, with a warning; the trainer's greeting then brings the snapshot to
-        rebuild from. Raises ConfigError for the ledger of another run or another schema.
+        rebuild from. Raises ConfigError for another schema. The ledger of a copied or renamed run folder is taken:
+        the digest of the prompts and the checkpoint decide whether it fits.
         """
         self.path = str(path)
         self.heads: dict[str, Head] = {}
@@ -208,13 +209,10 @@ def _open(path: str, run: str) -> sqlite3.Connection:
         problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise sqlite3.DatabaseError(problem)
-        version, owner = db.execute("SELECT schema_version, run FROM meta").fetchone() or (None, None)
-        if (version, owner) != (SCHEMA_VERSION, run):
-            raise ConfigError(
-                path,
-                f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
-                "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
-            )
+        [version] = db.execute("SELECT schema_version FROM meta").fetchone() or (None,)
+        if version != SCHEMA_VERSION:
+            fix = "remove it: it is rebuilt from the checkpoint"
+            raise ConfigError(path, f"is a ledger in schema {version}, not in {SCHEMA_VERSION}", fix)
     return db
 
 
