@@ -65,6 +65,15 @@ def moved_here(config: Config, run_folder: RunFolder) -> Config:
     return config.model_copy(update={"run": run})
 
 
+def sampled_as(config: Config, adapter: AdapterConfig) -> str:
+    """How trajectories are sampled and what they contain: the trainer uses none that are recorded otherwise."""
+    sampling, algorithm = adapter.sampling, adapter.algorithm
+    figures = [f"{name} {getattr(sampling, name):g}" for name in ("temperature", "top_p", "top_k", "min_p")]
+    parts = [("greedy answers", algorithm.has_baseline), ("routes", config.behaviour.router_replay == "rollout")]
+    figures += [name for name, kept in parts if kept]
+    return ", ".join(figures + ([f"teacher {algorithm.teacher.model}"] if algorithm.teacher else []))
+
+
 def config_digest(run_folder: RunFolder) -> str:
     """sha256 of the recorded file, in hex. Raises ConfigError for a missing file."""
     return hashlib.sha256(_content(run_folder)).hexdigest()

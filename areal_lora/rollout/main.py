@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.recorded import adapter_run, alone, read_config
+from areal_lora.config.recorded import adapter_run, alone, read_config, sampled_as
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError
@@ -162,7 +162,7 @@ class SharedResources:
             ),
             pacing=rollout.pacing,
             prompts=part.prompts,
-            ledger=Ledger(self.ledger, adapter.name, part.prompts.digest),
+            ledger=Ledger(self.ledger, adapter.name, part.prompts.digest, sampled_as(self.config, adapter)),
             max_running=capacity.groups(rollout.servers),  # until the first announcement
             on_expire=cancel,
             clock=time.monotonic,

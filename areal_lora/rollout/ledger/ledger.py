@@ -101,6 +101,7 @@ class Head(msgspec.Struct, kw_only=True):
     """
 
     order: str  # digest of the prompt stream
+    sampled: str = ""  # `sampled_as` of the trajectories
     trainer: str = ""
     issued: int = 0
     next_position: int = 0
@@ -132,8 +133,7 @@ class LedgerFile:
         """Open or create.
 
         A damaged file is moved aside, with a warning; the trainer's greeting then brings the snapshot to
-        rebuild from. Raises ConfigError for another schema. The ledger of a copied or renamed run folder is taken:
-        the digest of the prompts and the checkpoint decide whether it fits.
+        rebuild from. Raises ConfigError for another schema. ``run`` is not compared: a run folder may be renamed.
         """
         self.path = str(path)
         self.heads: dict[str, Head] = {}
@@ -281,13 +281,13 @@ class Ledger:
     rows.
     """
 
-    def __init__(self, file: LedgerFile, adapter: str, order: str) -> None:
+    def __init__(self, file: LedgerFile, adapter: str, order: str, sampled: str = "") -> None:
         """``order`` is the digest of the adapter's prompt stream; raises ConfigError if the rows are of another."""
-        self._file, self.adapter = file, adapter
+        self._file, self.adapter, self.sampled = file, adapter, sampled
         self.table = GroupTable(file, adapter)
         head = file.read_head(adapter)
         self.known = head is not None
-        self.head = head or Head(order=order)
+        self.head = head or Head(order=order, sampled=sampled)
         if self.head.order != order:
             raise ConfigError(
                 file.path,

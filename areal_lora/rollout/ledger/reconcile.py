@@ -97,7 +97,7 @@ def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
 
 def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
     """Delete all rows and restore ``snapshot`` (None: nothing issued); its open groups are issued."""
-    head = Head(order=ledger.head.order, counters=ledger.head.counters)
+    head = Head(order=ledger.head.order, sampled=ledger.sampled, counters=ledger.head.counters)
     if snapshot is not None:
         head.issued, head.next_position = snapshot.issued, snapshot.next_position
         head.next_version = head.known_from = snapshot.version
@@ -129,11 +129,18 @@ class Reconciliation:
 
 
 def plan(
-    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
+    head: Head,
+    rows: Sequence[LedgerRow],
+    version: int,
+    snapshot: LedgerSnapshot | None,
+    *,
+    known: bool = True,
+    sampled: str = "",
 ) -> Reconciliation:
     """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
 
-    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
+    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before. ``sampled`` states
+    how trajectories are sampled from now on; empty: as they were.
     """
     rebuild = ""
     if not known and version > 0:
@@ -142,6 +149,8 @@ def plan(
         rebuild = f"the ledger ends before step {head.next_version} and the checkpoint is of version {version}"
     elif version < head.known_from:
         rebuild = f"the ledger has forgotten the groups of steps before {head.known_from}"
+    elif head.sampled and sampled and head.sampled != sampled:
+        rebuild = f"its groups are sampled with {head.sampled}, and new ones with {sampled}"
     if rebuild:
         _check_snapshot(head, version, snapshot, rebuild)
         return Reconciliation(version=version, rebuild=rebuild)
@@ -181,7 +190,7 @@ def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None)
     if made.rebuild:
         rebuild(ledger, snapshot)
         return
-    ledger.head.next_version = made.version
+    ledger.head.next_version, ledger.head.sampled = made.version, ledger.sampled or ledger.head.sampled
     ledger.consume(made.version - 1)
     ledger.unlease(row.seq for row in made.again)
     for row in made.reissued:
@@ -191,15 +200,20 @@ def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None)
 
 def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
     rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
-    return plan(ledger.head, rows, version, snapshot, known=ledger.known)
+    return plan(ledger.head, rows, version, snapshot, known=ledger.known, sampled=ledger.sampled)
 
 
 def reconciliations(
-    run_folder: RunFolder, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
+    run_folder: RunFolder,
+    run: str,
+    versions: Mapping[str, int],
+    snapshots: Mapping[str, bytes],
+    sampled: Mapping[str, str] | None = None,
 ) -> dict[str, Reconciliation]:
     """By adapter, for a trainer that resumes from ``versions`` with its checkpoints' ledger ``snapshots``.
 
-    Raises RolloutError where neither the ledger nor a snapshot states what was consumed.
+    ``sampled`` is that of `plan`, by adapter. Raises RolloutError where neither the ledger nor a snapshot states what
+    was consumed.
     """
     with _copied(run_folder.ledger) as copy, contextlib.closing(LedgerFile(copy, run)) as file:
         plans = {}
@@ -208,7 +222,7 @@ def reconciliations(
             head = file.read_head(name)
             # With the prompt order that was written: the present prompts are not read.
             order = head.order if head is not None else snapshot.order if snapshot else ""
-            plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
+            plans[name] = plan_for(Ledger(file, name, order, (sampled or {}).get(name, "")), version, snapshot)
         return plans
 
 

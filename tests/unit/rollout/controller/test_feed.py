@@ -545,3 +545,31 @@ def test_a_group_that_the_ledger_cannot_keep_is_dropped_with_the_reason(monkeypa
     assert (made.stats().ready, made.stats().dropped) == (1, {"too_large": 1})
     assert "too_large: 0 retried, 1 dropped, last: a group exceeds 10,000 bytes (fix: fewer" in made.note
     ledger.check(live=made.groups.live)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ready"), [("T 1", "T 1", 2), ("T 1", "T 0.7", 0), ("", "T 0.7", 2), ("T 1", "", 2)]
+)
+@pytest.mark.parametrize("version", [0, 1])
+def test_groups_that_are_sampled_otherwise_since_a_resume_are_issued_again(
+    before: str, now: str, ready: int, version: int
+) -> None:
+    file = LedgerFile(":memory:", "t")
+    made, _, _ = feed(b=2, file=file, sampled=before)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0)
+    assert lease is not None
+    again, ledger, _ = feed(b=2, file=file, sampled=now, version=None)
+    again.hello(version, trainer="second", snapshot=lease.snapshot if version else b"")
+    leased = 0 if version or not ready else 2  # of the step that a trainer at version 0 takes again
+    assert (again.stats().ready, again.stats().leased) == (ready + leased, 0)
+    assert ledger.head.sampled == (now or before)
+    again.announce(version)
+    for ticket in admit_all(again):
+        again.finish(ticket, episode(ticket.prompt, version))
+    following = again.take(version)
+    assert following is not None
+    assert [f.ticket.prompt.position for f in following.finished] == [2 * version, 2 * version + 1]
+    assert {f.newest for f in following.finished} == ({0} if ready else {version})

@@ -66,6 +66,15 @@ def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_another_sampling_is_part_of_what_a_resume_would_do(tmp_path: Path) -> None:
+    snapshot = write_ledger(tmp_path)
+    Ledger(KEPT[-1], "math", "the prompts").head.sampled = "temperature 1"
+    KEPT[-1].flush()
+    for now, rebuilt in (("temperature 1", False), ("temperature 0.7", True)):
+        found = reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {"math": snapshot}, {"math": now})
+        assert bool(found["math"].rebuild) == rebuilt
+
+
 def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None:
     assert group_counts(RunFolder(tmp_path)) == {}
     write_ledger(tmp_path)
