@@ -29,8 +29,8 @@ from areal_lora.types import AdapterSpec
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
-    """Record ``config``; readers see the previous file or the new one."""
-    write_file(run_folder.config, config.model_dump_json(indent=2))
+    """Record ``config``; readers see the previous file or the new one, also after a loss of power."""
+    write_file(run_folder.config, config.model_dump_json(indent=2), durable=True)
 
 
 def read_config(run_folder: RunFolder) -> Config:
