@@ -87,7 +87,7 @@ class FolderEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file.
+    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file, but follows links.
 
     ``session`` is that of this process, empty outside of Slurm jobs.
     """
@@ -230,13 +230,15 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Beside the folder: locked while a launcher uses it."""
-        return self.path.with_name(f".{self.path.name}.lock")
+        """Beside the folder, also where ``path`` is a link to it: locked while a launcher uses it."""
+        path = self.path.resolve()
+        return path.with_name(f".{path.name}.lock")
 
     @property
     def owner(self) -> Path:
         """Beside the folder: names the launcher that uses it, on file systems without flock."""
-        return self.path.with_name(f".{self.path.name}.owner")
+        path = self.path.resolve()
+        return path.with_name(f".{path.name}.owner")
 
     spares = FolderEntry("spares")
     """Folder of claimed server indices and of jobs that run spare servers (``launcher.spares``)."""
