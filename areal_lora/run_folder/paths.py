@@ -87,9 +87,10 @@ class FolderEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file, but follows links.
+    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file.
 
-    ``session`` is that of this process, empty outside of Slurm jobs.
+    ``session`` is that of this process, empty outside of Slurm jobs. ``lock`` and ``owner`` are those of the folder that
+    a link leads to.
     """
 
     path: Path
@@ -230,7 +231,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Beside the folder, also where ``path`` is a link to it: locked while a launcher uses it."""
+        """Beside the folder: locked while a launcher uses it."""
         path = self.path.resolve()
         return path.with_name(f".{path.name}.lock")
 
