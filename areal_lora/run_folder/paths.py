@@ -89,8 +89,8 @@ class FolderEntry:
 class RunFolder:
     """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file.
 
-    ``session`` is that of this process, empty outside of Slurm jobs. ``lock`` and ``owner`` are those of the folder that
-    a link leads to.
+    ``session`` is that of this process, empty outside of Slurm jobs. ``lock`` and ``owner`` are those of the folder
+    that a link leads to.
     """
 
     path: Path
