@@ -153,6 +153,8 @@ class RunFolder:
     """Starts, restarts and stalls (``run_folder.events``)."""
     ledger = FolderEntry("ledger.sqlite")
     """The run ledger of the rollout controller."""
+    group_counts = FolderEntry("groups.json")
+    """Its counts (`rollout.ledger.reconcile`)."""
     judge = FolderEntry("judge")
     """Folder with the replies of judges (``tasks.judge``); their scorer processes may write it."""
     trainer_session = FolderEntry("trainer_session")

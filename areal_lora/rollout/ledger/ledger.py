@@ -126,7 +126,7 @@ class LedgerDiskError(LedgerError):
 class LedgerFile:
     """The only connection to the ledger file (or ``:memory:``), used by one thread of the controller.
 
-    ``heads`` by adapter; a flush writes those of the adapters that have ``changed`` since the last one.
+    ``ledgers`` by adapter; a flush writes the heads of those that have ``changed`` since the last one.
     """
 
     def __init__(self, path: Path | str, run: str) -> None:
@@ -136,7 +136,7 @@ class LedgerFile:
         rebuild from. Raises ConfigError for another schema. ``run`` is not compared: a run folder may be renamed.
         """
         self.path = str(path)
-        self.heads: dict[str, Head] = {}
+        self.ledgers: dict[str, Ledger] = {}
         self.changed = set[str]()
         self.broken = False
         try:
@@ -166,7 +166,7 @@ class LedgerFile:
         """Make everything written so far durable against the end of this process, in one transaction."""
         try:
             for adapter in self.changed:
-                head = msgspec.json.encode(self.heads[adapter]).decode()
+                head = msgspec.json.encode(self.ledgers[adapter].head).decode()
                 self._db.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (adapter, head))
             self._db.commit()
         except sqlite3.Error as error:
@@ -175,7 +175,7 @@ class LedgerFile:
 
     def close(self) -> None:
         if not self.broken:
-            self.changed |= self.heads.keys()
+            self.changed |= self.ledgers.keys()
             self.flush()
         self._db.close()
 
@@ -306,7 +306,7 @@ class Ledger:
         self._load()
 
     def _load(self) -> None:
-        self._file.heads[self.adapter] = self.head
+        self._file.ledgers[self.adapter] = self
         self._file.changed.add(self.adapter)
         self.counts, self.drop_reasons = counted(self._file.execute, self.adapter, self.head)
         self._states = {row.seq: row.state for row in self.table.rows(*LIVE)}

@@ -15,7 +15,6 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from areal_lora.rollout.ledger.ledger import (
     LedgerRow,
     counted,
 )
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 ROLLED_BACK = "rolled_back"
 SNAPSHOT_FORMAT = 1
@@ -226,14 +225,29 @@ def reconciliations(
         return plans
 
 
-def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], Counter[str]]]:
-    """By adapter its groups by state, and the dropped ones by reason; nothing without a ledger.
+class GroupCounts(msgspec.Struct, frozen=True):
+    """An adapter's groups by state, and the dropped ones by reason."""
 
-    They are read from a copy, so that the run may work.
+    states: dict[GroupState, int]
+    dropped: dict[str, int]
 
+
+def write_counts(run_folder: RunFolder, file: LedgerFile) -> None:
+    """Write the counts of all adapters for `group_counts`, if the disk has room."""
+    counts = {name: GroupCounts(ledger.counts, ledger.drop_reasons) for name, ledger in file.ledgers.items()}
+    with contextlib.suppress(OSError):  # the ledger itself names a full disk
+        write_file(run_folder.group_counts, msgspec.json.encode(counts))
+
+
+def group_counts(run_folder: RunFolder, *, ended: bool) -> dict[str, GroupCounts]:
+    """By adapter, as the controller wrote them last. Where it wrote none they are counted in a copy of the ledger.
+
+    A running controller writes the ledger, which has all trajectories: it is copied only once the run has ``ended``.
     Raises RolloutError where the ledger is of another version or cannot be copied.
     """
-    if not run_folder.ledger.is_file():
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(run_folder.group_counts.read_bytes(), type=dict[str, GroupCounts])
+    if not ended or not run_folder.ledger.is_file():
         return {}
     with _copied(run_folder.ledger) as copy, contextlib.closing(sqlite3.connect(copy)) as db:
         try:
@@ -241,7 +255,8 @@ def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], 
             if version != SCHEMA_VERSION:
                 raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
             heads = db.execute("SELECT adapter, head FROM adapters ORDER BY adapter").fetchall()
-            return {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+            found = {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+            return {name: GroupCounts(*counts) for name, counts in found.items()}
         except sqlite3.Error as error:
             raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
 

@@ -150,8 +150,12 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         client.commit(NAME, 0)
         client.commit(NAME, 0)
         wait_until(lambda: client.lacking(NAME, 1).running == 4)
-        ((states, _),) = group_counts(RunFolder(tmp_path)).values()
-        assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
+
+        def counted() -> tuple[int, int]:
+            states = group_counts(RunFolder(tmp_path), ended=False)[NAME].states
+            return sum(states.values()), states.get(GroupState.CONSUMED, 0)
+
+        wait_until(lambda: counted() == (4 + 4, 4))  # every COUNTS_S
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
         assert client._session.reminders.pending, "requested again"
 
