@@ -120,9 +120,17 @@ class AdapterFeed:
             self.groups.idle_since_s = self._clock()
         self.newest = version
 
-    def end(self) -> None:
-        """Issue nothing more until another trainer's `hello`; abandon what runs."""
+    def end(self, *, leaves: bool = False) -> None:
+        """Issue nothing more until another trainer's `hello`; abandon what runs.
+
+        Where the adapter ``leaves`` its ready groups wait again: their trajectories would stay in the ledger of all.
+        """
         self.newest = NO_VERSION
+        if leaves:
+            for seq, finished in self.groups.ready.items():
+                self._ledger.requeue(seq, finished.ticket.failed, finished.ticket.resampled)
+                self._ledger.table.delete_payload(seq)
+            self.groups.load()
         for ticket in list(self.groups.running.values()):
             self.groups.on_expire(ticket)
             if ticket.version is not None:  # else it waits for its next try, and is on no server

@@ -27,7 +27,7 @@ from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)
 
-REBUILT = "(fix: remove the file: it is rebuilt from the checkpoint)"
+REBUILT = "remove the file: it is rebuilt from the checkpoint"
 SCHEMA_VERSION = 3  # 1: trajectories with lists of tokens; 2: starts of stages in a table
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
@@ -183,14 +183,12 @@ class LedgerFile:
         """Write nothing more: SQLite may have rolled back rows that the heads in memory count."""
         self.broken = True
         self._db.close()
-        fix = "free or repair the disk"
-        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: {fix})")
+        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: free or repair the disk)")
 
 
 def _kind(error: sqlite3.Error) -> type[LedgerError]:
-    if not isinstance(error, sqlite3.OperationalError):  # others may come from Python, without a code
-        return LedgerError
-    code = error.sqlite_errorcode  # its low byte is the primary one; a quota is an error of a write
+    code = error.sqlite_errorcode if isinstance(error, sqlite3.OperationalError) else 0  # Python's own have none
+    # The low byte is the primary code. A quota is an error of a write.
     full = code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code == sqlite3.SQLITE_IOERR_WRITE
     return LedgerDiskError if full else LedgerError
 
@@ -211,8 +209,7 @@ def _open(path: str, run: str) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(problem)
         [version] = db.execute("SELECT schema_version FROM meta").fetchone() or (None,)
         if version != SCHEMA_VERSION:
-            fix = "remove it: it is rebuilt from the checkpoint"
-            raise ConfigError(path, f"is a ledger in schema {version}, not in {SCHEMA_VERSION}", fix)
+            raise ConfigError(path, f"is a ledger in schema {version}, not in {SCHEMA_VERSION}", REBUILT)
     return db
 
 
@@ -266,7 +263,7 @@ class GroupTable:
             "SELECT payload FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq)
         ).fetchone()
         if row is None:
-            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories {REBUILT}")
+            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories (fix: {REBUILT})")
         payload: bytes = row[0]
         return payload
 
@@ -326,7 +323,7 @@ class Ledger:
         self._move(seq, (_S.ISSUED,), _S.RUNNING, version=version)
 
     def requeue(self, seq: int, failed: int, resampled: int) -> None:
-        self._move(seq, (_S.RUNNING,), _S.ISSUED, failed=failed, resampled=resampled)
+        self._move(seq, (_S.RUNNING, _S.DONE), _S.ISSUED, failed=failed, resampled=resampled, newest=-1)
 
     def finish(self, seq: int, oldest: int, newest: int, payload: bytes) -> None:
         """A late answer may arrive while the group waits for its next try."""
@@ -396,6 +393,11 @@ class Ledger:
         self._file.changed.add(self.adapter)
         self._file.flush()
 
+    def close(self) -> None:
+        """No group of the adapter moves after this."""
+        self.flush()
+        del self._file.ledgers[self.adapter]
+
     def check(self, live: int) -> None:
         """Raise LedgerError unless the file's rows add up and ``live`` is the caller's count of live groups."""
         counts, _ = counted(self._file.execute, self.adapter, self.head)
@@ -405,5 +407,5 @@ class Ledger:
             shown = {state.name.lower(): n for state, n in counts.items()}
             raise LedgerError(
                 f"{self._file.path} does not add up: {self.head.issued} issued of {self.adapter}, {shown}, "
-                f"{live} groups held {REBUILT}"
+                f"{live} groups held (fix: {REBUILT})"
             )

@@ -573,3 +573,34 @@ def test_groups_that_are_sampled_otherwise_since_a_resume_are_issued_again(
     assert following is not None
     assert [f.ticket.prompt.position for f in following.finished] == [2 * version, 2 * version + 1]
     assert {f.newest for f in following.finished} == ({0} if ready else {version})
+
+
+def test_an_adapter_that_leaves_and_returns_loses_and_repeats_no_prompt() -> None:
+    file = LedgerFile(":memory:", "t")
+    made, ledger, _ = feed(eta=2, b=2, file=file)
+    made.announce(0)
+    running, *answered = admit_all(made)
+    for ticket in answered:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0)
+    assert first is not None
+    made.commit(0)
+    made.end(leaves=True)
+    assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    assert ledger.counts[GroupState.ISSUED] == len(answered) + 1 - 2
+    ledger.close()
+    assert file.ledgers == {}
+    again, _, _ = feed(eta=2, b=2, file=file, version=None)
+    again.hello(1, trainer="second", snapshot=first.snapshot)
+    again.announce(1)
+    for ticket in admit_all(again):
+        assert again.finish(ticket, episode(ticket.prompt, 1))
+    positions = [f.ticket.prompt.position for f in first.finished]
+    for step in range(1, 3):
+        lease = again.take(step)
+        assert lease is not None
+        assert {f.newest for f in lease.finished} == {1}
+        positions += [f.ticket.prompt.position for f in lease.finished]
+        again.commit(step)
+    assert sorted(positions) == [0, 1, 2, 3, 4, 5]
+    assert running.prompt.position == 0
