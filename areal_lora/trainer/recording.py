@@ -264,7 +264,7 @@ class Recorder:
         self.close()
         try:
             write_report(self._run_folder)
-        except Exception:  # fault boundary: files that inform may be damaged
+        except (OSError, ValueError, LookupError):  # of a file of rollouts that is damaged
             log.exception("%s is not written (fix: areal-lora report)", self._run_folder.report)
         wall_s = time.monotonic() - self._started_s
         write_summary(self._run_folder, wall_s=wall_s, adapters=adapters, report_path=self._run_folder.report)
