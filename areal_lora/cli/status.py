@@ -38,6 +38,7 @@ from areal_lora.run_folder.rendezvous import read_endpoint
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
 
+ENDED = ("done", "stopped")
 QUIET_S = 60.0
 """A process of another machine whose heartbeat is older counts as silent."""
 
@@ -331,10 +332,10 @@ def status(
             else:
                 print(msgspec.json.encode(seen).decode() if as_json else render(seen), flush=True)
             if groups and not as_json and screen is None:
-                print("", *aligned(group_rows(folder)), sep="\n", flush=True)
+                print("", *aligned(group_rows(folder, seen.state)), sep="\n", flush=True)
             if details and not as_json and screen is None and folder.summary.is_file():
                 print("", *detail_lines(folder), sep="\n", flush=True)
-            if not watch or seen.state in ("done", "stopped"):
+            if not watch or seen.state in ENDED:
                 return
             time.sleep(EVERY_S)
 
@@ -366,12 +367,12 @@ def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
     return rows
 
 
-def group_rows(folder: RunFolder) -> Sequence[Sequence[str]]:
-    """A head and a row per adapter of the ledger."""
+def group_rows(folder: RunFolder, state: str) -> Sequence[Sequence[str]]:
+    """A head and a row per adapter of the ledger; ``state`` is that of the run."""
     rows = [("groups of", *(state.name.lower() for state in GroupState), "dropped for")]
-    for adapter, (states, dropped) in group_counts(folder).items():
-        why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "-"
-        rows.append((adapter, *(str(states[state]) for state in GroupState), why))
+    for adapter, found in sorted(group_counts(folder, ended=state in ENDED).items()):
+        why = ", ".join(f"{reason} {n}" for reason, n in sorted(found.dropped.items())) or "-"
+        rows.append((adapter, *(str(found.states.get(each, 0)) for each in GroupState), why))
     return rows
 
 

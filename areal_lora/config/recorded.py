@@ -29,8 +29,8 @@ from areal_lora.types import AdapterSpec
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
-    """Record ``config``; readers see the previous file or the new one."""
-    write_file(run_folder.config, config.model_dump_json(indent=2))
+    """Record ``config``; readers see the previous file or the new one, also after a loss of power."""
+    write_file(run_folder.config, config.model_dump_json(indent=2), durable=True)
 
 
 def read_config(run_folder: RunFolder) -> Config:
@@ -63,6 +63,15 @@ def moved_here(config: Config, run_folder: RunFolder) -> Config:
     """``config`` with the root and name that ``run_folder`` has now."""
     run = config.run.model_copy(update={"root": run_folder.path.parent, "name": run_folder.path.name})
     return config.model_copy(update={"run": run})
+
+
+def sampled_as(config: Config, adapter: AdapterConfig) -> str:
+    """How trajectories are sampled and what they contain: the trainer uses none that are recorded otherwise."""
+    sampling, algorithm = adapter.sampling, adapter.algorithm
+    figures = [f"{name} {getattr(sampling, name):g}" for name in ("temperature", "top_p", "top_k", "min_p")]
+    parts = [("greedy answers", algorithm.has_baseline), ("routes", config.behaviour.router_replay == "rollout")]
+    figures += [name for name, kept in parts if kept]
+    return ", ".join(figures + ([f"teacher {algorithm.teacher.model}"] if algorithm.teacher else []))
 
 
 def config_digest(run_folder: RunFolder) -> str:

@@ -344,7 +344,8 @@ def explain_resume(config: Config) -> Iterator[str]:
     yield from (f"  changed: {line}" for line in recorded.changes(earlier.config, config))
     versions = {adapter.adapter: adapter.ref.version for adapter in plan}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan if adapter.newest}
-    groups = reconciliations(folder, config.run.name, versions, snapshots)
+    sampled = {adapter.name: recorded.sampled_as(config, adapter) for adapter in config.adapters}
+    groups = reconciliations(folder, config.run.name, versions, snapshots, sampled)
     for adapter in plan:
         yield from _adapter(adapter, steps[adapter.adapter])
         yield f"  prompt groups: {groups[adapter.adapter]}"

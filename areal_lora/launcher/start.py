@@ -239,8 +239,9 @@ class RunStart:
             held.enter_context(run_lock(self.folder))
             check_no_job(self.folder)
             if self._fresh and _holds_run(self.folder):
-                names = (self.folder.path.with_name(f"{self.folder.name}.{n}") for n in count(1))
-                self.moved = self.folder.path.rename(next(path for path in names if not path.exists()))
+                there = self.folder.path.resolve()  # a link to it keeps its place, which is the lock's, too
+                names = (there.with_name(f"{there.name}.{n}") for n in count(1))
+                self.moved = there.rename(next(path for path in names if not path.exists()))
             self.previous = previous_run(self.folder)
             if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
                 raise error
@@ -252,7 +253,7 @@ class RunStart:
 
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""
-        self.folder.path.mkdir(exist_ok=True)
+        self.folder.path.resolve().mkdir(exist_ok=True)
         if self._sweep is not None:
             record_sweep(self.folder, self._sweep)
         if self.config.cluster.kind == "local":

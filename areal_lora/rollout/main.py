@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.models import AdapterConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.recorded import adapter_run, alone, read_config
+from areal_lora.config.recorded import adapter_run, alone, read_config, sampled_as
 from areal_lora.config.sections.run import own_place
 from areal_lora.data.prompts import Formatter, PromptStream, TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError
@@ -38,6 +38,7 @@ from areal_lora.rollout.custom_child import ContextFields
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
 from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.reconcile import write_counts
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import Teacher, build_training, build_workflow
@@ -51,6 +52,7 @@ ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
 EPISODE_LEASE = 3  # times `sampling.timeout_s`: a sample whose time is over is repeated once
 SINGLE_TURN_LEASE = 10  # times `sampling.timeout_s`: no deadline, but an answer lost by a live server is repeated
+COUNTS_S = 5.0
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
 
@@ -162,7 +164,7 @@ class SharedResources:
             ),
             pacing=rollout.pacing,
             prompts=part.prompts,
-            ledger=Ledger(self.ledger, adapter.name, part.prompts.digest),
+            ledger=Ledger(self.ledger, adapter.name, part.prompts.digest, sampled_as(self.config, adapter)),
             max_running=capacity.groups(rollout.servers),  # until the first announcement
             on_expire=cancel,
             clock=time.monotonic,
@@ -211,6 +213,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         ledger = LedgerFile(run_folder.ledger, config.run.name)
         stack.callback(ledger.close)
+        stack.callback(write_counts, run_folder, ledger)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
         if config.service or any(part.config.workflow.calls_endpoint for part in data):
@@ -228,6 +231,7 @@ async def serve(
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
+                watched_task("group-counts", partial(_count, run_folder, ledger), tasks)
                 ports = {"control": socket.port} | ({"agents": sessions.port} if sessions.port else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data for each in part.sets if (note := each.held_out.note())]
@@ -253,6 +257,12 @@ async def _tick(config: Config, run_folder: RunFolder) -> None:
                 await asyncio.sleep(EVERY_S)
     finally:
         heart.stop()  # the tasks are being ended; one that does not let itself be ended must not look alive
+
+
+async def _count(run_folder: RunFolder, ledger: LedgerFile) -> None:
+    while True:
+        write_counts(run_folder, ledger)
+        await asyncio.sleep(COUNTS_S)
 
 
 def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:

@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -162,10 +163,14 @@ def record_end(run_folder: RunFolder, event: EndEvent) -> None:
 
 
 def read_events(run_folder: RunFolder) -> list[Event]:
+    """The events in order, without lines that are none."""
     if not run_folder.events.exists():
         return []
-    decoder = msgspec.json.Decoder(Event)
-    return [decoder.decode(line) for line in run_folder.events.read_bytes().splitlines()]
+    decoder, found = msgspec.json.Decoder(Event), list[Event]()
+    for line in run_folder.events.read_bytes().splitlines():
+        with suppress(msgspec.DecodeError):  # after a loss of power, or while a line is written
+            found.append(decoder.decode(line))
+    return found
 
 
 def last_end(run_folder: RunFolder) -> EndEvent | None:

@@ -89,7 +89,8 @@ class FolderEntry:
 class RunFolder:
     """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file.
 
-    ``session`` is that of this process, empty outside of Slurm jobs.
+    ``session`` is that of this process, empty outside of Slurm jobs. ``lock`` and ``owner`` are those of the folder
+    that a link leads to.
     """
 
     path: Path
@@ -152,6 +153,8 @@ class RunFolder:
     """Starts, restarts and stalls (``run_folder.events``)."""
     ledger = FolderEntry("ledger.sqlite")
     """The run ledger of the rollout controller."""
+    group_counts = FolderEntry("groups.json")
+    """Its counts (`rollout.ledger.reconcile`)."""
     judge = FolderEntry("judge")
     """Folder with the replies of judges (``tasks.judge``); their scorer processes may write it."""
     trainer_session = FolderEntry("trainer_session")
@@ -231,12 +234,14 @@ class RunFolder:
     @property
     def lock(self) -> Path:
         """Beside the folder: locked while a launcher uses it."""
-        return self.path.with_name(f".{self.path.name}.lock")
+        path = self.path.resolve()
+        return path.with_name(f".{path.name}.lock")
 
     @property
     def owner(self) -> Path:
         """Beside the folder: names the launcher that uses it, on file systems without flock."""
-        return self.path.with_name(f".{self.path.name}.owner")
+        path = self.path.resolve()
+        return path.with_name(f".{path.name}.owner")
 
     spares = FolderEntry("spares")
     """Folder of claimed server indices and of jobs that run spare servers (``launcher.spares``)."""

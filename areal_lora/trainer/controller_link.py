@@ -40,7 +40,10 @@ def evaluation_due(version: int, newest: int, *, every_steps: int, last: int) ->
 
 @dataclass(slots=True, kw_only=True)
 class EvalTracker:
-    """The evaluations of one adapter: results of the first set by version, versions without an answer, newest."""
+    """The evaluations of one adapter: results of the first set by version, versions without an answer, newest.
+
+    A version that was retired before its result does not count as the newest: a later one is evaluated in its place.
+    """
 
     results: dict[int, Evaluation] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
@@ -168,6 +171,8 @@ class ControllerLink:
                     figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
                     tracker.results[result.version] = Evaluation(**figures, measure=found.measure)
                 self._recorder.evaluation(found)
+            if result.retired:
+                tracker.newest = max(tracker.results.keys() | tracker.pending, default=-1)
 
     def shutdown(self) -> None:
         """End the controller."""

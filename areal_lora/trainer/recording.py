@@ -16,6 +16,7 @@ from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.operations.protocol import OptimStep, StepResult
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import beat, set_status
@@ -24,6 +25,8 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.decisions import PublishReport
+
+log = get_logger(__name__)
 
 
 class RateMeter:
@@ -253,12 +256,18 @@ class Recorder:
         return {**speed, **self._machines.rounds.take()} if self._machines else speed
 
     def finish(self, adapters: Mapping[str, Path]) -> None:
-        """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""
+        """Write the report and, last, the summary, which names the exported folder of each of ``adapters``.
+
+        The run is done without the report, too: what prevents it is logged.
+        """
         self.status("writing the report")
         self.close()
-        report = write_report(self._run_folder)
+        try:
+            write_report(self._run_folder)
+        except (OSError, ValueError, LookupError):  # of a file of rollouts that is damaged
+            log.exception("%s is not written (fix: areal-lora report)", self._run_folder.report)
         wall_s = time.monotonic() - self._started_s
-        write_summary(self._run_folder, wall_s=wall_s, adapters=adapters, report_path=report)
+        write_summary(self._run_folder, wall_s=wall_s, adapters=adapters, report_path=self._run_folder.report)
         self.status("done")
 
     def close(self) -> None:

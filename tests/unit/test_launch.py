@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from areal_lora.cli.find_run import find_run
 from areal_lora.config.load import load_config
-from areal_lora.launcher.start import RunStart
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.start import RunStart, holder, run_lock
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
@@ -229,6 +232,28 @@ def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert done.returncode == 64
     assert "is not a run folder" in done.stderr
     assert [p.name for p in (tmp_path / "runs" / "x").iterdir()] == ["thesis.txt"]
+
+
+def test_a_link_to_a_run_folder_is_the_run_that_it_leads_to(tmp_path: Path) -> None:
+    """A second launcher is refused, and a fresh start leaves link, folder and lock where they are."""
+    there, link = tmp_path / "scratch" / "r", tmp_path / "runs" / "x"
+    there.mkdir(parents=True)
+    link.parent.mkdir()
+    link.symlink_to(there)
+    made = load_config([MOE, EMBEDDED], [f"run.root={link.parent}", "run.name=x", SMALL])
+    with RunStart(made) as run:
+        run.prepare()
+        found = find_run(str(link))
+        owner = holder(found)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        with pytest.raises(ConfigError, match="is still going"), run_lock(found):
+            pass
+    with RunStart(made, fresh=True) as run:
+        run.prepare()
+        assert run.moved == there.with_name("r.1")
+        assert holder(find_run(str(link))) == owner
+    assert (link.resolve(), (there / "config.json").is_file()) == (there, True)
 
 
 def test_folder_of_a_running_run_is_left_alone(tmp_path: Path) -> None:

@@ -105,11 +105,15 @@ class RolloutFile(NamedTuple):
         return self.path.with_suffix(".index")
 
     def read_scalars(self) -> Scalars:
+        """None of a damaged file. Raises FileNotFoundError."""
         try:
-            return msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
-        except (OSError, msgspec.DecodeError):  # after a crash
             with parquet_file(self.path) as table:
-                return scalars_of(table.read(INDEX.names))
+                try:
+                    return msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
+                except (OSError, msgspec.DecodeError):  # after a crash
+                    return scalars_of(table.read(INDEX.names))
+        except ValueError:
+            return Scalars([], b"")
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,10 @@ def segments(folder: Path) -> list[RolloutFile]:
 
 
 def parquet_file(path: Path) -> pq.ParquetFile:
-    """An open file, which stays readable when it is merged or removed. Raises FileNotFoundError."""
+    """An open file, which stays readable when it is merged or removed.
+
+    Raises FileNotFoundError; ValueError (pyarrow.ArrowInvalid) for a damaged file.
+    """
     import pyarrow.parquet as pq  # takes a moment, and much of the command line needs none
 
     return pq.ParquetFile(path)
@@ -318,8 +325,18 @@ class RolloutWriter:
 
     def _work(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob("*.parquet"):
+            try:
+                parquet_file(path).close()
+            except ValueError as error:  # a loss of power: files are renamed into place and not synced
+                path.rename(path.with_name(f"{path.name}.damaged"))
+                log.warning("%s is damaged (%s): renamed to .damaged, its content is lost", path, error)
         used = {path for each in segments(self._folder) for path in (each.path, each.scalars)}
-        for path in {*self._folder.glob(".*.tmp"), *self._folder.glob("*-*.*")} - used:
+        for path in {
+            *self._folder.glob(".*.tmp"),
+            *self._folder.glob("*-*.parquet"),
+            *self._folder.glob("*-*.index"),
+        } - used:
             path.unlink()  # of a process that was killed
         while (work := self._queue.get()) is not None:
             if isinstance(work, StepRollouts):

@@ -316,7 +316,10 @@ class RolloutIndex:
 
     def _tokens(self, row: dict[str, Any]) -> RolloutTokens:
         if not self._words and (path := self._folder / "vocabulary.parquet").exists():
-            self._words = parquet_file(path).read()["text"].to_pylist()
+            try:
+                self._words = parquet_file(path).read()["text"].to_pylist()
+            except ValueError:
+                self._words = []  # damaged: tokens are shown by their ids
         words = self._words
         tokens = [words[token] if token < len(words) else f"<{token}>" for token in row["token_ids"]]
         return RolloutTokens(

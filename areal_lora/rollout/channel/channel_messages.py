@@ -204,7 +204,7 @@ class GroupSums(msgspec.Struct, kw_only=True):
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
 
-    ``failed`` has the reasons of those without a record, by name.
+    ``failed`` has the reasons of those without a record, by name. ``retired``: servers no longer hold the version.
     """
 
     adapter: str
@@ -212,6 +212,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     sets: tuple[EvalRecord, ...]
     failed: dict[str, str] = {}
+    retired: bool = False
 
 
 class Batch(ChannelMessage, frozen=True):

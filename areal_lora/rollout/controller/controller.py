@@ -151,7 +151,7 @@ class Controller:
     async def _end(self, request: m.EndAdapter) -> m.Ack:
         async with self._turns.setdefault(request.adapter, asyncio.Lock()):
             if request.adapter in self._joined:
-                await asyncio.wait({self._forget(request.adapter)})
+                await asyncio.wait({self._forget(request.adapter, leaves=True)})
                 self._router.forget(request.adapter)
             elif request.adapter in self._adapters:
                 self._adapters[request.adapter].feed.end()
@@ -188,13 +188,16 @@ class Controller:
         self._admission.admit()
         return m.Ack()
 
-    def _forget(self, name: str) -> asyncio.Task[None]:
-        """Cut off what runs for an adapter that joined; the task closes its scorers. Its rows of the ledger stay."""
+    def _forget(self, name: str, *, leaves: bool = False) -> asyncio.Task[None]:
+        """Cut off what runs for an adapter that joined; the task closes its scorers. Its rows of the ledger stay.
+
+        Their trajectories stay for another trainer's session, not where the adapter ``leaves``.
+        """
         runtime = self._joined.pop(name)
         del self._adapters[name]
         self._admission.leave(name)
         running = list(runtime.tasks.values())
-        runtime.feed.end()
+        runtime.feed.end(leaves=leaves)
         for key in [key for key in self._evaluating if key[0] == name]:
             running.append(evaluation := self._evaluating.pop(key))
             evaluation.cancel()
@@ -204,6 +207,7 @@ class Controller:
                 if running:
                     await asyncio.wait(running, timeout=CUT_OFF_S)
                 await runtime.close()
+                runtime.feed.groups.ledger.close()
             finally:
                 del self._leaving[name]
             log.info("%s has left", name)

@@ -141,7 +141,7 @@ class Evaluator:
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
         """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason."""
-        sets, failed = list[EvalRecord](), dict[str, str]()
+        sets, failed, retired = list[EvalRecord](), dict[str, str](), False
         for order, chosen in enumerate(self.sets):
             measure = partial(self._set, chosen, ref)
             try:
@@ -153,10 +153,13 @@ class Evaluator:
                 sets.append(msgspec.structs.replace(found, **own))
             except ArealLoraError as error:
                 failed[chosen.name] = str(error)
+                retired |= isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
             except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
                 log.exception("evaluation of %s on %s", ref, chosen.name)
                 failed[chosen.name] = f"{type(error).__name__}: {error}"
-        return EvalResult(adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), failed=failed)
+        return EvalResult(
+            adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), failed=failed, retired=retired
+        )
 
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalRecord:
         start = time.monotonic()

@@ -120,9 +120,17 @@ class AdapterFeed:
             self.groups.idle_since_s = self._clock()
         self.newest = version
 
-    def end(self) -> None:
-        """Issue nothing more until another trainer's `hello`; abandon what runs."""
+    def end(self, *, leaves: bool = False) -> None:
+        """Issue nothing more until another trainer's `hello`; abandon what runs.
+
+        Where the adapter ``leaves`` its ready groups wait again: their trajectories would stay in the ledger of all.
+        """
         self.newest = NO_VERSION
+        if leaves:
+            for seq, finished in self.groups.ready.items():
+                self._ledger.requeue(seq, finished.ticket.failed, finished.ticket.resampled)
+                self._ledger.table.delete_payload(seq)
+            self.groups.load()
         for ticket in list(self.groups.running.values()):
             self.groups.on_expire(ticket)
             if ticket.version is not None:  # else it waits for its next try, and is on no server
@@ -192,7 +200,9 @@ class AdapterFeed:
             self._uniform_in_a_row += 1
         else:
             self._uniform_in_a_row = 0
-            self.groups.finish(finished)
+            if not self.groups.finish(finished):
+                fix = "fewer sampling.n_samples or a smaller rollout.max_model_len"
+                self.failures.details[groups.TOO_LARGE] = f"a group exceeds {groups.MAX_BYTES:,} bytes (fix: {fix})"
         self._ledger.flush()
         reached("controller.group_done")
         return True

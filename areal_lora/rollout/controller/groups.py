@@ -29,6 +29,7 @@ MAX_TRIES = 8  # requests of one issue
 CODE_TRIES = 3  # of one whose answers user code fails on: another answer may pass, time changes nothing
 MAX_STALE = 4  # issues of one prompt that may come too late
 MIN_LOST_IN_A_ROW = 16
+TOO_LARGE, MAX_BYTES = "too_large", 999_000_000  # SQLite's limit of a row is 10^9 bytes
 BACK_OFF_S = 0.1
 MAX_BACK_OFF_S = 5.0
 UNSERVED_WAIT_S, UNSERVED_S = 0.2, 300.0
@@ -316,10 +317,15 @@ class GroupPool:
         """The number of groups held for the next step and later ones."""
         return len(self.running) + len(self.ready)
 
-    def finish(self, finished: ScoredGroup) -> None:
-        seq = finished.ticket.seq
-        self.ledger.finish(seq, finished.oldest, finished.newest, _encode(finished.episode))
+    def finish(self, finished: ScoredGroup) -> bool:
+        """Whether the group is ready. Its trajectories may exceed ``MAX_BYTES``: then it is dropped."""
+        seq, payload = finished.ticket.seq, _encode(finished.episode)
+        if len(payload) > MAX_BYTES:
+            self.ledger.drop(seq, TOO_LARGE)
+            return False
+        self.ledger.finish(seq, finished.oldest, finished.newest, payload)
         self.ready[seq] = finished
+        return True
 
     def lease(self, chosen: list[ScoredGroup], step: int) -> None:
         seqs = [finished.ticket.seq for finished in chosen]

@@ -27,6 +27,7 @@ from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)
 
+REBUILT = "remove the file: it is rebuilt from the checkpoint"
 SCHEMA_VERSION = 3  # 1: trajectories with lists of tokens; 2: starts of stages in a table
 SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
@@ -100,6 +101,7 @@ class Head(msgspec.Struct, kw_only=True):
     """
 
     order: str  # digest of the prompt stream
+    sampled: str = ""  # `sampled_as` of the trajectories
     trainer: str = ""
     issued: int = 0
     next_position: int = 0
@@ -124,18 +126,19 @@ class LedgerDiskError(LedgerError):
 class LedgerFile:
     """The only connection to the ledger file (or ``:memory:``), used by one thread of the controller.
 
-    ``heads`` by adapter; a flush writes those of the adapters that have ``changed`` since the last one.
+    ``ledgers`` by adapter; a flush writes the heads of those that have ``changed`` since the last one.
     """
 
     def __init__(self, path: Path | str, run: str) -> None:
         """Open or create.
 
         A damaged file is moved aside, with a warning; the trainer's greeting then brings the snapshot to
-        rebuild from. Raises ConfigError for the ledger of another run or another schema.
+        rebuild from. Raises ConfigError for another schema. ``run`` is not compared: a run folder may be renamed.
         """
         self.path = str(path)
-        self.heads: dict[str, Head] = {}
+        self.ledgers: dict[str, Ledger] = {}
         self.changed = set[str]()
+        self.broken = False
         try:
             self._db = _open(self.path, run)
         except sqlite3.OperationalError as error:
@@ -163,7 +166,7 @@ class LedgerFile:
         """Make everything written so far durable against the end of this process, in one transaction."""
         try:
             for adapter in self.changed:
-                head = msgspec.json.encode(self.heads[adapter]).decode()
+                head = msgspec.json.encode(self.ledgers[adapter].head).decode()
                 self._db.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (adapter, head))
             self._db.commit()
         except sqlite3.Error as error:
@@ -171,19 +174,23 @@ class LedgerFile:
         self.changed.clear()
 
     def close(self) -> None:
-        self.changed |= self.heads.keys()
-        self.flush()
+        if not self.broken:
+            self.changed |= self.ledgers.keys()
+            self.flush()
         self._db.close()
 
     def _broken(self, error: sqlite3.Error) -> LedgerError:
-        fix = "free or repair the disk"
-        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: {fix})")
+        """Write nothing more: SQLite may have rolled back rows that the heads in memory count."""
+        self.broken = True
+        self._db.close()
+        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: free or repair the disk)")
 
 
 def _kind(error: sqlite3.Error) -> type[LedgerError]:
-    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)  # the low byte of an extended code is the primary one
-    known = isinstance(error, sqlite3.OperationalError)  # others may come from Python, without a code
-    return LedgerDiskError if known and error.sqlite_errorcode & 0xFF in full else LedgerError
+    code = error.sqlite_errorcode if isinstance(error, sqlite3.OperationalError) else 0  # Python's own have none
+    # The low byte is the primary code. A quota is an error of a write.
+    full = code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code == sqlite3.SQLITE_IOERR_WRITE
+    return LedgerDiskError if full else LedgerError
 
 
 def _open(path: str, run: str) -> sqlite3.Connection:
@@ -200,13 +207,9 @@ def _open(path: str, run: str) -> sqlite3.Connection:
         problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise sqlite3.DatabaseError(problem)
-        version, owner = db.execute("SELECT schema_version, run FROM meta").fetchone() or (None, None)
-        if (version, owner) != (SCHEMA_VERSION, run):
-            raise ConfigError(
-                path,
-                f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
-                "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
-            )
+        [version] = db.execute("SELECT schema_version FROM meta").fetchone() or (None,)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(path, f"is a ledger in schema {version}, not in {SCHEMA_VERSION}", REBUILT)
     return db
 
 
@@ -260,7 +263,7 @@ class GroupTable:
             "SELECT payload FROM trajectories WHERE adapter = ? AND seq = ?", (self._adapter, seq)
         ).fetchone()
         if row is None:
-            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories")
+            raise LedgerError(f"{self._file.path}: issue {seq} of {self._adapter} has no trajectories (fix: {REBUILT})")
         payload: bytes = row[0]
         return payload
 
@@ -275,13 +278,13 @@ class Ledger:
     rows.
     """
 
-    def __init__(self, file: LedgerFile, adapter: str, order: str) -> None:
+    def __init__(self, file: LedgerFile, adapter: str, order: str, sampled: str = "") -> None:
         """``order`` is the digest of the adapter's prompt stream; raises ConfigError if the rows are of another."""
-        self._file, self.adapter = file, adapter
+        self._file, self.adapter, self.sampled = file, adapter, sampled
         self.table = GroupTable(file, adapter)
         head = file.read_head(adapter)
         self.known = head is not None
-        self.head = head or Head(order=order)
+        self.head = head or Head(order=order, sampled=sampled)
         if self.head.order != order:
             raise ConfigError(
                 file.path,
@@ -300,7 +303,7 @@ class Ledger:
         self._load()
 
     def _load(self) -> None:
-        self._file.heads[self.adapter] = self.head
+        self._file.ledgers[self.adapter] = self
         self._file.changed.add(self.adapter)
         self.counts, self.drop_reasons = counted(self._file.execute, self.adapter, self.head)
         self._states = {row.seq: row.state for row in self.table.rows(*LIVE)}
@@ -320,7 +323,7 @@ class Ledger:
         self._move(seq, (_S.ISSUED,), _S.RUNNING, version=version)
 
     def requeue(self, seq: int, failed: int, resampled: int) -> None:
-        self._move(seq, (_S.RUNNING,), _S.ISSUED, failed=failed, resampled=resampled)
+        self._move(seq, (_S.RUNNING, _S.DONE), _S.ISSUED, failed=failed, resampled=resampled, newest=-1)
 
     def finish(self, seq: int, oldest: int, newest: int, payload: bytes) -> None:
         """A late answer may arrive while the group waits for its next try."""
@@ -390,6 +393,11 @@ class Ledger:
         self._file.changed.add(self.adapter)
         self._file.flush()
 
+    def close(self) -> None:
+        """No group of the adapter moves after this."""
+        self.flush()
+        del self._file.ledgers[self.adapter]
+
     def check(self, live: int) -> None:
         """Raise LedgerError unless the file's rows add up and ``live`` is the caller's count of live groups."""
         counts, _ = counted(self._file.execute, self.adapter, self.head)
@@ -399,5 +407,5 @@ class Ledger:
             shown = {state.name.lower(): n for state, n in counts.items()}
             raise LedgerError(
                 f"{self._file.path} does not add up: {self.head.issued} issued of {self.adapter}, {shown}, "
-                f"{live} groups held"
+                f"{live} groups held (fix: {REBUILT})"
             )

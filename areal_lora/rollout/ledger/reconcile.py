@@ -15,7 +15,6 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from areal_lora.rollout.ledger.ledger import (
     LedgerRow,
     counted,
 )
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, write_file
 
 ROLLED_BACK = "rolled_back"
 SNAPSHOT_FORMAT = 1
@@ -97,7 +96,7 @@ def decode_snapshot(data: bytes, adapter: str) -> LedgerSnapshot | None:
 
 def rebuild(ledger: Ledger, snapshot: LedgerSnapshot | None) -> None:
     """Delete all rows and restore ``snapshot`` (None: nothing issued); its open groups are issued."""
-    head = Head(order=ledger.head.order, counters=ledger.head.counters)
+    head = Head(order=ledger.head.order, sampled=ledger.sampled, counters=ledger.head.counters)
     if snapshot is not None:
         head.issued, head.next_position = snapshot.issued, snapshot.next_position
         head.next_version = head.known_from = snapshot.version
@@ -129,11 +128,18 @@ class Reconciliation:
 
 
 def plan(
-    head: Head, rows: Sequence[LedgerRow], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
+    head: Head,
+    rows: Sequence[LedgerRow],
+    version: int,
+    snapshot: LedgerSnapshot | None,
+    *,
+    known: bool = True,
+    sampled: str = "",
 ) -> Reconciliation:
     """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
 
-    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
+    ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before. ``sampled`` states
+    how trajectories are sampled from now on; empty: as they were.
     """
     rebuild = ""
     if not known and version > 0:
@@ -142,6 +148,8 @@ def plan(
         rebuild = f"the ledger ends before step {head.next_version} and the checkpoint is of version {version}"
     elif version < head.known_from:
         rebuild = f"the ledger has forgotten the groups of steps before {head.known_from}"
+    elif head.sampled and sampled and head.sampled != sampled:
+        rebuild = f"its groups are sampled with {head.sampled}, and new ones with {sampled}"
     if rebuild:
         _check_snapshot(head, version, snapshot, rebuild)
         return Reconciliation(version=version, rebuild=rebuild)
@@ -181,7 +189,7 @@ def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None)
     if made.rebuild:
         rebuild(ledger, snapshot)
         return
-    ledger.head.next_version = made.version
+    ledger.head.next_version, ledger.head.sampled = made.version, ledger.sampled or ledger.head.sampled
     ledger.consume(made.version - 1)
     ledger.unlease(row.seq for row in made.again)
     for row in made.reissued:
@@ -191,15 +199,20 @@ def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None)
 
 def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
     rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
-    return plan(ledger.head, rows, version, snapshot, known=ledger.known)
+    return plan(ledger.head, rows, version, snapshot, known=ledger.known, sampled=ledger.sampled)
 
 
 def reconciliations(
-    run_folder: RunFolder, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
+    run_folder: RunFolder,
+    run: str,
+    versions: Mapping[str, int],
+    snapshots: Mapping[str, bytes],
+    sampled: Mapping[str, str] | None = None,
 ) -> dict[str, Reconciliation]:
     """By adapter, for a trainer that resumes from ``versions`` with its checkpoints' ledger ``snapshots``.
 
-    Raises RolloutError where neither the ledger nor a snapshot states what was consumed.
+    ``sampled`` is that of `plan`, by adapter. Raises RolloutError where neither the ledger nor a snapshot states what
+    was consumed.
     """
     with _copied(run_folder.ledger) as copy, contextlib.closing(LedgerFile(copy, run)) as file:
         plans = {}
@@ -208,18 +221,33 @@ def reconciliations(
             head = file.read_head(name)
             # With the prompt order that was written: the present prompts are not read.
             order = head.order if head is not None else snapshot.order if snapshot else ""
-            plans[name] = plan_for(Ledger(file, name, order), version, snapshot)
+            plans[name] = plan_for(Ledger(file, name, order, (sampled or {}).get(name, "")), version, snapshot)
         return plans
 
 
-def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], Counter[str]]]:
-    """By adapter its groups by state, and the dropped ones by reason; nothing without a ledger.
+class GroupCounts(msgspec.Struct, frozen=True):
+    """An adapter's groups by state, and the dropped ones by reason."""
 
-    They are read from a copy, so that the run may work.
+    states: dict[GroupState, int]
+    dropped: dict[str, int]
 
+
+def write_counts(run_folder: RunFolder, file: LedgerFile) -> None:
+    """Write the counts of all adapters for `group_counts`, if the disk has room."""
+    counts = {name: GroupCounts(ledger.counts, ledger.drop_reasons) for name, ledger in file.ledgers.items()}
+    with contextlib.suppress(OSError):  # the ledger itself names a full disk
+        write_file(run_folder.group_counts, msgspec.json.encode(counts))
+
+
+def group_counts(run_folder: RunFolder, *, ended: bool) -> dict[str, GroupCounts]:
+    """By adapter, as the controller wrote them last. Where it wrote none they are counted in a copy of the ledger.
+
+    A running controller writes the ledger, which has all trajectories: it is copied only once the run has ``ended``.
     Raises RolloutError where the ledger is of another version or cannot be copied.
     """
-    if not run_folder.ledger.is_file():
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(run_folder.group_counts.read_bytes(), type=dict[str, GroupCounts])
+    if not ended or not run_folder.ledger.is_file():
         return {}
     with _copied(run_folder.ledger) as copy, contextlib.closing(sqlite3.connect(copy)) as db:
         try:
@@ -227,7 +255,8 @@ def group_counts(run_folder: RunFolder) -> dict[str, tuple[Counter[GroupState], 
             if version != SCHEMA_VERSION:
                 raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
             heads = db.execute("SELECT adapter, head FROM adapters ORDER BY adapter").fetchall()
-            return {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+            found = {name: counted(db.execute, name, msgspec.json.decode(h, type=Head)) for name, h in heads}
+            return {name: GroupCounts(*counts) for name, counts in found.items()}
         except sqlite3.Error as error:
             raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
 

@@ -77,12 +77,13 @@ def feed(
     lease_s: float = 3600.0,
     on_expire: Callable[[Ticket], None] | None = None,
     by_difficulty: bool = False,
+    sampled: str = "",
 ) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
     prompts = prompts or stream(n)
     file = file or LedgerFile(":memory:", "t")
-    ledger = Ledger(file, NAME, prompts.digest)
+    ledger = Ledger(file, NAME, prompts.digest, sampled)
     made = AdapterFeed(
         NAME,
         budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
-from areal_lora.cli.status import AdapterStatus, JobStatus, ProcessStatus, Status, render
+from areal_lora.cli.status import AdapterStatus, JobStatus, ProcessStatus, Status, group_rows, render
+from areal_lora.rollout.ledger.reconcile import write_counts
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
+from tests.support.rollout.helpers import NAME, open_ledger
 
 SEEN = Status(
     run="moe",
@@ -91,3 +96,16 @@ def test_several_adapters_are_a_table_between_rows_and_processes() -> None:
         "new      pending  0/40  -       -           -     0%     -           -",
         "",
     ]
+
+
+def test_groups_of_a_run_are_counted_by_its_controller_or_once_it_has_ended(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    file, book = open_ledger(run.ledger)
+    book.drop(book.issue(0, 1), "scorer")
+    book.issue(1, 1)
+    file.close()
+    row = (NAME, "1", "0", "0", "0", "0", "1", "scorer 1")
+    assert group_rows(run, "running")[1:] == []
+    assert group_rows(run, "stopped")[1:] == [row]
+    write_counts(run, file)
+    assert group_rows(run, "running")[1:] == [row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_a_recorded_configuration_is_read_as_it_was_written(tmp_path: Path) -> N
     config, folder = load_config(FILES), RunFolder(tmp_path)
     write_config(folder, config)
     assert read_config(folder) == config
+
+
+def test_a_recorded_configuration_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    write_config(RunFolder(tmp_path), load_config(FILES))
+    assert synced[-1] == str(tmp_path), "a run whose config.json is empty after a loss of power cannot be resumed"
 
 
 @pytest.mark.parametrize("workflow", [{"kind": "agent", "path": "m:f"}, {"kind": "gym", "env": "m:E"}])

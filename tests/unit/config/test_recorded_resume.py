@@ -9,7 +9,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import adapter_conflict, changes, conflict, differences
+from areal_lora.config.recorded import adapter_conflict, changes, conflict, differences, sampled_as
 from tests.support.paths import EXAMPLES
 
 
@@ -49,6 +49,27 @@ def test_may_change(change: str) -> None:
     assert changes(config(), config()) == []
     [line] = changes(config(), config(change))
     assert line.startswith(change.partition("=")[0].replace("adapters.0", "adapters.gsm8k"))
+
+
+TEACHER = "adapters.gsm8k.algorithm.reference={url: http://127.0.0.1:9/v1, model: %s}"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ([], "temperature 1, top_p 1, top_k 0, min_p 0"),
+        (["adapters.gsm8k.sampling.n_samples=3", "adapters.gsm8k.algorithm.kind=dapo"], ""),
+        (["adapters.gsm8k.sampling.temperature=0.7"], "temperature 0.7, top_p 1, top_k 0, min_p 0"),
+        (["adapters.gsm8k.sampling.top_k=20", "adapters.gsm8k.sampling.min_p=0.1"], "top_k 20, min_p 0.1"),
+        (["adapters.gsm8k.algorithm.kind=remax"], "min_p 0, greedy answers"),
+        (["behaviour.router_replay=rollout"], "min_p 0, routes"),
+        (["adapters.gsm8k.algorithm.kl_coef=0.1", TEACHER % "large"], "min_p 0, teacher large"),
+    ],
+)
+def test_what_groups_of_an_earlier_start_are_compared_by(change: list[str], text: str) -> None:
+    before, now = (sampled_as(each, each.adapters[0]) for each in (config(), config(*change)))
+    assert text in now
+    assert (before == now) == (text in before)
 
 
 def test_keys_that_one_configuration_lacks_are_none() -> None:

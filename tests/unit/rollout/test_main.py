@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from areal_lora.errors import EnvironmentError_
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.rollout import main
 from areal_lora.rollout.channel.channel_messages import Batch
-from areal_lora.rollout.ledger.ledger import GroupState
+from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
 from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.rollout.workflow_loading import Teacher
 from areal_lora.run_folder.paths import RunFolder
@@ -99,6 +99,10 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
         assert all(map(ended, children))
+    with closing(LedgerFile(RunFolder(tmp_path).ledger, "t")) as file:
+        head = file.read_head(NAME)
+    assert head is not None
+    assert head.sampled == "temperature 1, top_p 1, top_k 0, min_p 0"
 
 
 @pytest.mark.slow
@@ -146,8 +150,12 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         client.commit(NAME, 0)
         client.commit(NAME, 0)
         wait_until(lambda: client.lacking(NAME, 1).running == 4)
-        ((states, _),) = group_counts(RunFolder(tmp_path)).values()
-        assert (sum(states.values()), states[GroupState.CONSUMED]) == (4 + 4, 4)
+
+        def counted() -> tuple[int, int]:
+            states = group_counts(RunFolder(tmp_path), ended=False)[NAME].states
+            return sum(states.values()), states.get(GroupState.CONSUMED, 0)
+
+        wait_until(lambda: counted() == (4 + 4, 4))  # every COUNTS_S
         assert asked[0].stats.tokens_generated == first.stats.tokens_generated
         assert client._session.reminders.pending, "requested again"
 

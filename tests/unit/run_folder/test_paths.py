@@ -61,8 +61,16 @@ def test_a_name_of_the_run_folder_is_spelled_once() -> None:
 def test_paths_of_processes_and_of_files_beside_the_folder() -> None:
     assert FOLDER.endpoint("server-0") == Path("runs/x/rendezvous/server-0.json")
     assert FOLDER.log("trainer-1") == Path("runs/x/logs/trainer-1.log")
-    assert FOLDER.lock == Path("runs/.x.lock")
-    assert FOLDER.owner == Path("runs/.x.owner")
+    assert FOLDER.lock == Path("runs/.x.lock").absolute()
+    assert FOLDER.owner == Path("runs/.x.owner").absolute()
+
+
+def test_a_link_to_a_run_folder_has_its_lock_and_owner(tmp_path: Path) -> None:
+    there, link = RunFolder(tmp_path / "scratch" / "r"), RunFolder(tmp_path / "runs")
+    there.path.mkdir(parents=True)
+    link.path.symlink_to(there.path)
+    assert (link.lock, link.owner) == (there.lock, there.owner)
+    assert there.lock == tmp_path / "scratch" / ".r.lock"
 
 
 @pytest.mark.parametrize("given", ["runs/x", Path("runs/x"), FOLDER])

@@ -117,6 +117,38 @@ def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pen
     assert link.state("b").evaluations == {0: Evaluation(accuracy=0.5, reward_mean=0.4)}
 
 
+@pytest.mark.parametrize("measured", [{}, {0: Evaluation(accuracy=0.1, reward_mean=0.2)}])
+def test_a_pending_evaluation_whose_version_is_retired_is_made_of_the_next_one(
+    tmp_path: Path, measured: dict[int, Evaluation]
+) -> None:
+    """After a stop of all servers they hold the restored version alone: v53 of a run that evaluates v50."""
+    made = config("m", steps=200)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 50})})
+    client, recorder = Client(), Recorder(RunFolder(tmp_path), [NAME], {NAME: 53}, time.monotonic())
+    kept = ControllerState(ledger=b"l", evaluations=measured, pending=frozenset({50}))
+    link = ControllerLink(made, client, recorder, {NAME: kept})  # type: ignore[arg-type]
+    link.request_eval(AdapterRef(name=NAME, version=50))
+    link.evaluate_if_due(AdapterRef(name=NAME, version=53))
+    lost = EvalResult(adapter=NAME, version=50, tag="held-out", sets=(), failed={"held-out": "retired"}, retired=True)
+    link.record_evals([lost])
+    for version in range(54, 110):
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        link.record_evals([held_out(each) for each in link.state(NAME).pending])
+    assert client.asked == [50, 54, 100]
+    assert [*link.state(NAME).evaluations] == [*measured, 54, 100]
+
+
+def test_an_evaluation_that_fails_otherwise_is_not_repeated(tmp_path: Path) -> None:
+    made = config("m", steps=30)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 5})})
+    link, client = make(tmp_path, made)
+    for version in range(10):
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        for each in link.state(NAME).pending:
+            link.record_evals([EvalResult(adapter=NAME, version=each, tag="", sets=(), failed={"held-out": "reward"})])
+    assert client.asked == [0, 5]
+
+
 def test_a_crash_between_the_records_of_two_sets_neither_loses_nor_doubles_one(tmp_path: Path) -> None:
     """The evaluation is still pending in the checkpoint; the resumed trainer requests and records it whole."""
     result = held_out(3)

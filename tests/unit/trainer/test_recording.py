@@ -10,11 +10,13 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 import torch
 
+from areal_lora.config.recorded import write_config
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.obs.machine import MachineWatch
@@ -33,7 +35,7 @@ from areal_lora.trainer.step_metrics import Window
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock, wait_until
 from tests.support.obs.page import Page
-from tests.support.rollout.helpers import NAME, stream, trajectory
+from tests.support.rollout.helpers import NAME, config, stream, trajectory
 from tests.support.sizes import size
 from tests.support.trainer.long_run import RESUMED
 
@@ -130,6 +132,21 @@ def test_the_record_of_a_clients_step_has_its_spans_and_nothing_of_rollouts(tmp_
     assert (taken.step_s, taken.spans) == (4.0, {"train": 0.5, "publish_pack": 0.25})
     assert (taken.reward_mean, taken.mean_lag, taken.trainer_idle) == (None,) * 3
     assert (skip.version, skip.step, skip.taken) == (8, 3, False)
+
+
+def test_a_report_that_cannot_be_written_is_logged_and_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def damaged(run_folder: RunFolder) -> NoReturn:
+        raise ValueError("Parquet magic bytes not found")
+
+    run = RunFolder(tmp_path)
+    write_config(run, config("m"))
+    monkeypatch.setattr("areal_lora.trainer.recording.write_report", damaged)
+    Recorder(run, [NAME], {}, time.monotonic()).finish({})
+    assert read_summary(run).steps == 0
+    assert "report.html is not written (fix: areal-lora report)" in caplog.text
+    assert "Parquet magic bytes not found" in caplog.text
 
 
 def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Path) -> None:

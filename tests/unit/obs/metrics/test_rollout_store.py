@@ -140,6 +140,27 @@ def test_a_resumed_run_has_no_rollout_twice(tmp_path: Path) -> None:
     assert len(steps_of(tmp_path, "a")) == 4 * 8
 
 
+@pytest.mark.parametrize("left", [0, 1000])
+def test_what_a_loss_of_power_damaged_is_renamed_and_the_rest_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int
+) -> None:
+    folder = RunFolder(tmp_path)
+    keep(folder, [step_rollouts(step) for step in range(3)])
+    second, words = segments(folder.rollouts)[1].path, folder.rollouts / "vocabulary.parquet"
+    for path in (second, words):
+        path.write_bytes(path.read_bytes()[:left])
+    for step in (2, 3):  # two starts: the first renames, the second leaves what is renamed
+        writer = RolloutWriter(folder, 64 << 20, lambda: VOCABULARY)
+        writer.drop("toy", step)
+        writer.write(step_rollouts(step))
+        writer.close()
+    assert sorted(set(steps_of(tmp_path))) == [0, 2, 3]
+    assert pq.read_table(words)["text"].to_pylist() == VOCABULARY
+    assert second.with_name(f"{second.name}.damaged").stat().st_size == left
+    assert f"{second} is damaged" in caplog.text
+    assert "rollouts are not kept" not in caplog.text
+
+
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Files of this process may have no more than 1,000 bytes."""
     soft_hard, writer = resource.getrlimit(resource.RLIMIT_FSIZE), RolloutWriter(RunFolder(tmp_path), 1 << 20, list)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from areal_lora.rollout.controller import controller as controller_module, group
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.runtime import Claim
 from areal_lora.rollout.ledger.ledger import LedgerError
+from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -168,6 +172,33 @@ def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: C
     assert [g.uid for g in again.groups] == [g.uid for g in first.groups], "its own prompts, from the first one on"
 
 
+def kept_trajectories(ledger: Path, folder: Path) -> Counter[str]:
+    """By adapter; the controller has the file locked, so its files are copied, the log of writes last."""
+    folder.mkdir()
+    for suffix in ("", "-wal"):
+        shutil.copy(f"{ledger}{suffix}", folder)
+    with closing(sqlite3.connect(folder / ledger.name)) as db:
+        return Counter(name for (name,) in db.execute("SELECT adapter FROM trajectories"))
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_adapter_that_leaves_leaves_no_trajectories_in_the_ledger_of_all(
+    controller: Callable[..., Running], tmp_path: Path
+) -> None:
+    run = controller(FakeServer(), eta=2)
+    for name in ("new.1", "new.2"):
+        assert run.join(name) == ""
+        run.activate(0, name)
+        run.client.next_batch(name, 0)
+        run.client.commit(name, 0)
+        wait_until(lambda name=name: run.stats(name).ready == 8)  # all that the staleness budget allows
+    ledger = RunFolder(run.folder).ledger
+    assert kept_trajectories(ledger, tmp_path / "before") == {"new.1": 8, "new.2": 8}
+    run.client.end("new.1")
+    assert kept_trajectories(ledger, tmp_path / "after") == {"new.2": 8}
+    wait_until(lambda: set(group_counts(RunFolder(run.folder), ended=False)) == {NAME, "new.2"})
+
+
 @pytest.mark.usefixtures("letters")
 def test_one_that_cannot_be_opened_is_named_and_nothing_of_it_remains(controller: Callable[..., Running]) -> None:
     run = controller(FakeServer(), eta=0)
@@ -227,7 +258,8 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
 
     def runtime(name: str) -> Any:
         tasks: dict[int, asyncio.Task[None]] = {}
-        feed = SimpleNamespace(name=name, newest=-1, end=lambda: None)
+        groups = SimpleNamespace(ledger=SimpleNamespace(close=lambda: None))
+        feed = SimpleNamespace(name=name, newest=-1, end=lambda **_: None, groups=groups)
         places = SimpleNamespace(trainer_waits=lambda waits: None)
         return SimpleNamespace(
             feed=feed,

@@ -82,7 +82,7 @@ def evaluate(server: FakeServer, **settings: Any) -> EvalRecord:
 def reason(server: FakeServer, **settings: Any) -> str:
     """Why the set has no record."""
     result = evaluated(server, **settings)
-    assert result.sets == ()
+    assert (result.sets, result.retired) == ((), False)
     return result.failed["held-out"]
 
 
@@ -160,7 +160,9 @@ def test_a_server_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:
-    assert "version_retired" in reason(FakeServer())
+    result = evaluated(FakeServer())
+    assert (result.sets, result.retired) == ((), True)
+    assert "version_retired" in result.failed["held-out"]
 
 
 def test_no_scorable_answer_is_an_error() -> None:

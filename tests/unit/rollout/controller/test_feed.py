@@ -533,3 +533,74 @@ def test_a_ready_group_that_became_too_old_is_reported() -> None:
     made.finish(ticket, episode(ticket.prompt, 0))  # the server says it used an older version
     [lost] = made.take_dropped()
     assert (lost.reason, lost.group.uid) == ("stale", ticket.prompt.uid)
+
+
+def test_a_group_that_the_ledger_cannot_keep_is_dropped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ledger, _ = feed(b=2)
+    made.announce(0)
+    whole, large = admit_all(made)[:2]
+    monkeypatch.setattr("areal_lora.rollout.controller.groups.MAX_BYTES", 10_000)
+    made.finish(whole, episode(whole.prompt, 0))
+    made.finish(large, replace(episode(large.prompt, 0), texts=("x" * 10_000,) * 2))
+    assert (made.stats().ready, made.stats().dropped) == (1, {"too_large": 1})
+    assert "too_large: 0 retried, 1 dropped, last: a group exceeds 10,000 bytes (fix: fewer" in made.note
+    ledger.check(live=made.groups.live)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ready"), [("T 1", "T 1", 2), ("T 1", "T 0.7", 0), ("", "T 0.7", 2), ("T 1", "", 2)]
+)
+@pytest.mark.parametrize("version", [0, 1])
+def test_groups_that_are_sampled_otherwise_since_a_resume_are_issued_again(
+    before: str, now: str, ready: int, version: int
+) -> None:
+    file = LedgerFile(":memory:", "t")
+    made, _, _ = feed(b=2, file=file, sampled=before)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0)
+    assert lease is not None
+    again, ledger, _ = feed(b=2, file=file, sampled=now, version=None)
+    again.hello(version, trainer="second", snapshot=lease.snapshot if version else b"")
+    leased = 0 if version or not ready else 2  # of the step that a trainer at version 0 takes again
+    assert (again.stats().ready, again.stats().leased) == (ready + leased, 0)
+    assert ledger.head.sampled == (now or before)
+    again.announce(version)
+    for ticket in admit_all(again):
+        again.finish(ticket, episode(ticket.prompt, version))
+    following = again.take(version)
+    assert following is not None
+    assert [f.ticket.prompt.position for f in following.finished] == [2 * version, 2 * version + 1]
+    assert {f.newest for f in following.finished} == ({0} if ready else {version})
+
+
+def test_an_adapter_that_leaves_and_returns_loses_and_repeats_no_prompt() -> None:
+    file = LedgerFile(":memory:", "t")
+    made, ledger, _ = feed(eta=2, b=2, file=file)
+    made.announce(0)
+    running, *answered = admit_all(made)
+    for ticket in answered:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0)
+    assert first is not None
+    made.commit(0)
+    made.end(leaves=True)
+    assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    assert ledger.counts[GroupState.ISSUED] == len(answered) + 1 - 2
+    ledger.close()
+    assert file.ledgers == {}
+    again, _, _ = feed(eta=2, b=2, file=file, version=None)
+    again.hello(1, trainer="second", snapshot=first.snapshot)
+    again.announce(1)
+    for ticket in admit_all(again):
+        assert again.finish(ticket, episode(ticket.prompt, 1))
+    positions = [f.ticket.prompt.position for f in first.finished]
+    for step in range(1, 3):
+        lease = again.take(step)
+        assert lease is not None
+        assert {f.newest for f in lease.finished} == {1}
+        positions += [f.ticket.prompt.position for f in lease.finished]
+        again.commit(step)
+    assert sorted(positions) == [0, 1, 2, 3, 4, 5]
+    assert running.prompt.position == 0

@@ -11,14 +11,17 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from areal_lora.errors import NON_RETRYABLE, ConfigError, ExitCode
-from areal_lora.rollout.ledger.ledger import LedgerError, LedgerFile
+from areal_lora.rollout.ledger import ledger
+from areal_lora.rollout.ledger.ledger import LIVE, GroupState, LedgerError, LedgerFile
 from tests.support.paths import SUPPORT
-from tests.support.rollout.helpers import open_ledger
+from tests.support.rollout.helpers import admit_all, episode, feed, open_ledger
 
 NO_LOCKS = SUPPORT / "no_locks.py"
 
@@ -46,6 +49,79 @@ def test_a_full_disk_is_an_error_that_no_restart_repeats(tmp_path: Path) -> None
         fill()
     assert full.value.exit_code == ExitCode.DISK
     assert ExitCode.DISK in NON_RETRYABLE
+
+
+def test_a_run_whose_disk_was_full_continues_once_there_is_room(tmp_path: Path) -> None:
+    """SQLite rolls back the whole transaction; the head in memory counts what it contained."""
+    path = tmp_path / "ledger.sqlite"
+    file = LedgerFile(path, "t")
+    made, book, _ = feed(file=file, b=4)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets[:3]:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    issued = book.head.issued
+    room = file.execute("PRAGMA page_count").fetchone()[0] + 1
+    file.execute(f"PRAGMA max_page_count = {room}")
+    book.issue(99, 1)  # written into the transaction that the full disk undoes
+    long = replace(episode(tickets[3].prompt, 0), texts=("x" * 100_000,) * 2)
+    with pytest.raises(LedgerError, match="database or disk is full"):
+        made.finish(tickets[3], long)
+    with pytest.raises(LedgerError):  # another task, before it is cancelled
+        book.flush()
+    file.close()
+    with contextlib.closing(LedgerFile(path, "t")) as again:
+        resumed, found, _ = feed(file=again, b=4, version=None)
+        resumed.hello(0, trainer="second")
+        assert (found.head.issued, resumed.stats().ready) == (issued, 3)
+
+
+def test_a_ledger_that_does_not_add_up_is_rebuilt_once_it_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file = LedgerFile(path, "t")
+    made, book, _ = feed(file=file, b=2)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0)
+    assert lease is not None
+    kept = lease.snapshot
+    book.head.issued += 1
+    file.close()
+    with contextlib.closing(LedgerFile(path, "t")) as found:
+        again, _, _ = feed(file=found, b=2, version=None)
+        with pytest.raises(LedgerError, match=r"does not add up.*\(fix: remove the file: it is rebuilt"):
+            again.hello(1, trainer="second", snapshot=kept)
+    path.unlink()
+    with contextlib.closing(LedgerFile(path, "t")) as fresh:
+        again, rebuilt, _ = feed(file=fresh, b=2, version=None)
+        again.hello(1, trainer="third", snapshot=kept)
+        assert rebuilt.counts[GroupState.CONSUMED] == 2
+        assert [row.position for row in rebuilt.table.rows(*LIVE)] == [2, 3], "ready, without trajectories: issued"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (sqlite3.SQLITE_FULL, ExitCode.DISK),
+        (sqlite3.SQLITE_IOERR_WRITE, ExitCode.DISK),  # a quota, a limit of the size of files
+        (sqlite3.SQLITE_IOERR_READ, LedgerError.exit_code),
+    ],
+)
+def test_errors_of_a_write_are_those_of_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, exit_code: ExitCode
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = code
+
+    def failing(path: str, synchronous: str) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(ledger, "connect", failing)
+    with pytest.raises(LedgerError, match="disk I/O error") as raised:
+        LedgerFile(tmp_path / "ledger.sqlite", "r")
+    assert raised.value.exit_code == exit_code
 
 
 def test_a_commit_does_not_write_the_trajectories_that_it_deletes(tmp_path: Path) -> None:
@@ -134,17 +210,25 @@ def test_file_systems_without_locks(tmp_path: Path, error: str) -> None:
     book.check(live=3)
 
 
-def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -> None:
+def test_the_ledger_of_a_renamed_run_folder_is_taken(tmp_path: Path) -> None:
+    file, book = open_ledger(tmp_path / "ledger.sqlite", run="before")
+    book.issue(0, 1)
+    file.close()
+    file, again = open_ledger(tmp_path / "ledger.sqlite", run="after")
+    assert again.known
+    again.check(live=1)
+    file.close()
+
+
+def test_the_ledger_of_another_schema_or_other_prompts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     file, book = open_ledger(path)
     book.issue(0, 1)
     file.close()
-    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 3, not of 'other'"):
-        open_ledger(path, run="other")
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE meta SET schema_version = 1")
         db.commit()
-    with pytest.raises(ConfigError, match=r"in schema 1, not of 'r' in schema 3 .*rebuilt from the checkpoint"):
+    with pytest.raises(ConfigError, match=r"in schema 1, not in 3 .*rebuilt from the checkpoint"):
         open_ledger(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE meta SET schema_version = 3")

@@ -80,6 +80,15 @@ def test_a_ledger_that_does_not_know_is_rebuilt_from_the_snapshot_or_refused(
             plan(head, [], version, wrong, known=known)
 
 
+def test_a_ledger_of_another_sampling_is_rebuilt() -> None:
+    head = Head(order="o", sampled="temperature 1", next_version=7)
+    made = plan(head, ROWS, 5, snapshot(5), sampled="temperature 0.7")
+    assert str(made).endswith("because its groups are sampled with temperature 1, and new ones with temperature 0.7")
+    assert not plan(head, ROWS, 5, snapshot(5), sampled="temperature 1").rebuild
+    with pytest.raises(RolloutError, match=r"version 5 cannot be resumed: .*carries no ledger snapshot"):
+        plan(head, ROWS, 5, None, sampled="temperature 0.7")
+
+
 def test_a_run_without_any_checkpoint_begins_again() -> None:
     made = plan(Head(order="o", next_version=99, known_from=35), [], 0, None)
     assert made.rebuild

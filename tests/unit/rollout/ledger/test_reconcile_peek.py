@@ -9,12 +9,13 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
-from areal_lora.rollout.ledger.reconcile import group_counts, reconciliations, take_snapshot
+from areal_lora.rollout.ledger.ledger import GroupState, Ledger, LedgerFile
+from areal_lora.rollout.ledger.reconcile import group_counts, reconciliations, take_snapshot, write_counts
 from areal_lora.run_folder.paths import RunFolder
 
 KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in
@@ -66,8 +67,18 @@ def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_another_sampling_is_part_of_what_a_resume_would_do(tmp_path: Path) -> None:
+    snapshot = write_ledger(tmp_path)
+    Ledger(KEPT[-1], "math", "the prompts").head.sampled = "temperature 1"
+    KEPT[-1].flush()
+    for now, rebuilt in (("temperature 1", False), ("temperature 0.7", True)):
+        found = reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {"math": snapshot}, {"math": now})
+        assert bool(found["math"].rebuild) == rebuilt
+
+
 def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None:
-    assert group_counts(RunFolder(tmp_path)) == {}
+    run = RunFolder(tmp_path)
+    assert group_counts(run, ended=True) == {}
     write_ledger(tmp_path)
     file = KEPT[-1]
     ledger = Ledger(file, "math", "the prompts")
@@ -76,8 +87,9 @@ def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(sqlite3.OperationalError, match="locked"), closing(sqlite3.connect(file.path, timeout=0)) as db:
         db.execute("SELECT * FROM groups").fetchall()
-    [(adapter, (states, dropped))] = group_counts(RunFolder(tmp_path)).items()
-    assert {state.name.lower(): n for state, n in states.items()} == {
+    assert group_counts(run, ended=False) == {}, "a running controller has not counted yet"
+    [(adapter, found)] = group_counts(run, ended=True).items()
+    assert {state.name.lower(): n for state, n in found.states.items()} == {
         "issued": 1,
         "running": 1,
         "done": 1,
@@ -85,8 +97,26 @@ def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None
         "consumed": 2,
         "dropped": 1,
     }
-    assert (adapter, dropped) == ("math", {"scorer": 1})
+    assert (adapter, found.dropped) == ("math", {"scorer": 1})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    ledger.issue(10, 1)
+    write_counts(run, file)
+    counted = group_counts(run, ended=False)["math"]
+    assert counted.states == {**found.states, GroupState.ISSUED: 2}, "of this moment, before any flush"
+    assert counted.dropped == {"scorer": 1}
+    run.group_counts.write_bytes(b"")
+    assert group_counts(run, ended=True) == {adapter: found}, "damaged by a loss of power"
+
+
+def test_the_counts_of_a_running_run_copy_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: object) -> NoReturn:
+        pytest.fail("hundreds of MiB were copied")
+
+    write_ledger(tmp_path)
+    write_counts(RunFolder(tmp_path), KEPT[-1])
+    monkeypatch.setattr(shutil, "copy", copied)
+    for ended in (False, True):
+        assert sum(group_counts(RunFolder(tmp_path), ended=ended)["math"].states.values()) == 9
 
 
 def test_a_lost_ledger_is_rebuilt_from_the_snapshot(tmp_path: Path) -> None:
