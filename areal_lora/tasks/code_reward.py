@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.tasks.sandbox.fence import Doors, raise_fence
+from areal_lora.tasks.sandbox.fence import Doors, limit_processes, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
@@ -167,6 +167,7 @@ class CodeRunner:
         s = self._settings
         _lower(resource.RLIMIT_AS, TEST_BYTES)
         _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
+        limit_processes(for_good=True)
         doors = Doors(
             scratch=str(folder / "work"),
             scratch_bytes=OUTPUT_BYTES,
