@@ -112,7 +112,6 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ("rank_pattern", list(adapter.rank_pattern)),
         ("alpha_pattern", list(adapter.alpha_pattern)),
         ("evals", [each.name for each in adapter.evals]),
-        ("sampling.stop", adapter.sampling.stop),
     ):
         if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
             reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"

@@ -61,7 +61,8 @@ def test_scores_of_a_whole_context_need_no_answer() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "texts", "tokens", "ignore_eos"),
-    [("a", ["a"], [], False), (["a", "b"], ["a", "b"], [], False), ([9], [], [9], False), ([], [], [], True)],
+    [("a", ["a"], [], False), (["a", "b"], ["a", "b"], [], False), ([9], [], [9], False), ([], [], [], True)]
+    + [(["a" * 256] * 32 + [9] * 32, ["a" * 256] * 32, [9] * 32, False)],
 )
 def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eos: bool) -> None:
     found = body(sampling_params={"stop": stop})
@@ -82,6 +83,10 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"prompt": {"chunks": []}}, "prompt"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": []}]}}, "prompt"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params"),
+        ({"sampling_params": {"stop": ["a"] * 65}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [9] * 65}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": "a" * 257}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [9, "a" * 257]}}, "sampling_params.stop[1]"),
         ({"seq_id": "a"}, "seq_id"),
         ({"seq_id": 1 << 80}, "body"),
         ({f"unused{k}": 0 for k in range(61)}, "sample"),
