@@ -61,8 +61,13 @@ def test_scores_of_a_whole_context_need_no_answer() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "texts", "tokens", "ignore_eos"),
-    [("a", ["a"], [], False), (["a", "b"], ["a", "b"], [], False), ([9], [], [9], False), ([], [], [], True)]
-    + [(["a" * 256] * 32 + [9] * 32, ["a" * 256] * 32, [9] * 32, False)],
+    [
+        ("a", ["a"], [], False),
+        (["a", "b"], ["a", "b"], [], False),
+        ([9], [], [9], False),
+        ([], [], [], True),
+        (["a" * 256] * 32 + [9] * 32, ["a" * 256] * 32, [9] * 32, False),
+    ],
 )
 def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eos: bool) -> None:
     found = body(sampling_params={"stop": stop})
