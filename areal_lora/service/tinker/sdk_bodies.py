@@ -239,6 +239,8 @@ def read_sample(body: bytes) -> SampleRequest:
     )
     if unknown:
         raise RequestError(unknown[0], "samples have no such field here", "leave it out")
+    if bytes(given.get("prompt", b"")).count(b"{") > passes.MAX_CHUNKS:  # before each is an object
+        raise RequestError("prompt", f"it has more than {passes.MAX_CHUNKS} chunks", "send fewer, longer ones")
     try:
         request = msgspec.json.decode(body, type=SampleRequest)
     except (msgspec.ValidationError, UnicodeError) as error:

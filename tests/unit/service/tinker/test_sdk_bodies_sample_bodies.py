@@ -122,6 +122,17 @@ def test_what_is_not_read_makes_no_objects() -> None:
         assert gc.get_stats()[0]["collections"] - began < 10, "a collection comes with every 700 objects"
 
 
+def test_a_prompt_may_have_a_chunk_for_each_token_and_not_millions() -> None:
+    """The cookbook's self-distillation sends each token of an answer as a chunk."""
+    each = read_sample(asked(prompt={"chunks": [{"tokens": [k]} for k in range(40_000)]}))
+    assert each.token_ids == list(range(40_000))
+    began = gc.get_stats()[0]["collections"]
+    with pytest.raises(RequestError) as refused:
+        read_sample(asked().replace(b'{"chunks": [', b'{"chunks": [' + b"{}," * 2_000_000))
+    assert refused.value.path == "prompt"
+    assert gc.get_stats()[0]["collections"] - began < 10, "a collection comes with every 700 objects"
+
+
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     completion(read_sample(asked()), "base", 3, pinned=False)
     with pytest.raises(RequestError, match="prompt: it has 3 tokens; a sequence has 2 at most"):
