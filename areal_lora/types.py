@@ -32,6 +32,9 @@ from areal_lora.tokens import (
 if TYPE_CHECKING:
     import torch
 
+MOST_STOPS, STOP_CHARACTERS = 64, 256
+"""Texts that end an answer, and the length of one: the server's process compares each with every token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class AdapterRef:

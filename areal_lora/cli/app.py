@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from areal_lora import __version__
 from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, ExitCode, RecordError
+from areal_lora.processes.log import printable
 
 VERBS: dict[str, tuple[str, str]] = {
     "init": ("init.init", "Write a commented configuration for a model and a data set."),
@@ -141,5 +142,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    print(printable(f"error: {' '.join(text.split())}"), file=sys.stderr)
     return code

@@ -19,6 +19,7 @@ from areal_lora.obs.console import number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.report.inspector import RolloutFilter, RolloutHead, RolloutIndex
+from areal_lora.processes.log import printable
 from areal_lora.rollout.agent_api.replies import Turn
 from areal_lora.rollout.conversations import ConversationRecord, read_conversations
 
@@ -87,7 +88,7 @@ def _show(tails: list[Tail]) -> None:
     for tail in tails:
         prefix = f"{tail.path.stem:<{width}} | " if len(tails) > 1 else ""
         for line in tail.read_new():
-            print(prefix + line)
+            print(printable(prefix + line))
     sys.stdout.flush()
 
 
@@ -116,7 +117,7 @@ def samples(
     ]
     answers = sorted(found, key=lambda head: head.reward) if worst else found
     figures = map(_step, sorted(steps, key=lambda record: record.adapter))
-    print("\n\n".join([*figures, *(_answer(answer) for answer in answers[:count])]))
+    print(printable("\n\n".join([*figures, *(_answer(answer) for answer in answers[:count])])))
 
 
 def _step(record: StepRecord) -> str:
@@ -150,7 +151,7 @@ def conversations(
         what = "no conversation of an agent" + (f" whose problem's id has {uid!r}" if uid else "")
         raise ConfigError(str(folder.conversations), what, "workflow.kind: agent writes them, as its runs end")
     tokenizer = load_tokenizer(read_config_here(folder).model.folder) if tokens else None
-    print("\n\n".join("\n".join(_lines(each, tokenizer)) for each in found))
+    print(printable("\n\n".join("\n".join(_lines(each, tokenizer)) for each in found)))
 
 
 def _lines(conversation: ConversationRecord, tokenizer: TextTokenizer | None) -> list[str]:

@@ -27,7 +27,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessF
 from areal_lora.launcher.supervise import handled
 from areal_lora.network.http_server import listening
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
-from areal_lora.processes.log import setup_logging
+from areal_lora.processes.log import printable, setup_logging
 from areal_lora.rollout.controller.eval_sets import load_sets
 from areal_lora.run_folder.events import now_utc
 from areal_lora.run_folder.paths import RunFolder
@@ -122,7 +122,7 @@ def chat(
 
     def show(text: str, answers: dict[str, str], gold: str = "") -> None:
         several = len(answers) > 1
-        print("\n".join(f"{name}:\n{x}" if several else x for name, x in answers.items()), flush=True)
+        print(printable("\n".join(f"{name}:\n{x}" if several else x for name, x in answers.items())), flush=True)
         if save:
             save_answers(folder, VersionAnswers(at=now_utc(), prompt=text, gold=gold, answers=answers))
 
@@ -132,7 +132,7 @@ def chat(
         longest = max_tokens or sampling.max_new_tokens
         talks = [Conversation(chosen, formatter, server, m, temperature, longest) for m in server.models]
         for problem in problems:
-            print(problem.text)
+            print(printable(problem.text))
             show(problem.text, {talk.model: talk.complete(problem.sample) for talk in talks}, problem.sample.gold)
         if prompt is not None:
             show(prompt, {talk.model: talk.answer(prompt) for talk in talks})

@@ -30,6 +30,7 @@ from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import lag_counts, mean_lag
 from areal_lora.obs.report.closing import detail_lines
 from areal_lora.obs.run_view import AdapterView, RunView, counted
+from areal_lora.processes.log import printable
 from areal_lora.rollout.ledger.ledger import GroupState
 from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.run_folder.events import EndEvent, StartEvent, count_restarts, last_end, read_events
@@ -351,7 +352,7 @@ def render(seen: Status) -> str:
         table.append((one.name, one.node or "-", pid, state, one.doing or "-"))
     text = [f"{name:<{NAME_WIDTH}}  {value}" for name, value in lines(seen)]
     text += ["", *aligned(adapter_rows(seen.adapters))] if seen.adapters else []
-    return "\n".join([*text, "", *aligned(table)])
+    return printable("\n".join([*text, "", *aligned(table)]))
 
 
 def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:

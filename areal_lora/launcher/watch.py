@@ -28,7 +28,7 @@ from areal_lora.launcher import plan as roles, restarts
 from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
-from areal_lora.obs.console import LiveConsole
+from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import forget_endpoint, published_files, read_endpoint
@@ -197,7 +197,7 @@ def print_failure(failure: ProcessExit, console: Console) -> None:
     console.print(f"{failure.spec.name} {failure.cause}.", style="bold red", markup=False, soft_wrap=True)
     console.print(f"The last {len(lines)} lines of {failure.log}:", markup=False, soft_wrap=True)
     for line in lines:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"  {line}")
 
 
 Record = TypeVar("Record", bound=msgspec.Struct)

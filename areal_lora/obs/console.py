@@ -24,6 +24,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import records
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.run_view import RunView, counted
+from areal_lora.processes.log import printable
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
@@ -93,8 +94,8 @@ def run_console(*, terminal: bool | None = None) -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """One line, however long, with nothing in it taken for markup."""
-    console.print(text, markup=False, soft_wrap=True)
+    """One line, however long, with nothing in it taken for markup or a terminal's commands."""
+    console.print(printable(text), markup=False, soft_wrap=True)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -299,13 +300,13 @@ class LiveConsole:
         problems = list(view.problems)
         for name, one in view.adapters.items():
             newest: tuple[records.Record | None, ...] = (one.steps[-1] if one.steps else None, one.last_eval)
-            parts += [Text(self._plain_line(record) or "") for record in newest if record is not None]
+            parts += [Text(printable(self._plain_line(record) or "")) for record in newest if record is not None]
             if one.state is AdapterPhase.FAILED:
                 problems.append(f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}")
         parts += [Text(self._sample, style="dim")] if self._sample else []
-        parts += [Text(problem, style="bold red") for problem in problems]
+        parts += [Text(printable(problem), style="bold red") for problem in problems]
         if not view.steps or self._clock() - self._changed > QUIET_S:
-            parts += [Text(f"{process}: {text}", style="dim") for process, text in self._statuses.items()]
+            parts += [Text(printable(f"{process}: {text}"), style="dim") for process, text in self._statuses.items()]
             parts += [] if self._statuses else [Text("starting processes", style="dim")]
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
 

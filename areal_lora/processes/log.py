@@ -4,10 +4,16 @@ import logging
 import sys
 
 ROOT = "areal_lora"
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters as ``\\x1b``: texts of models, rows and tenants may not steer a terminal."""
+    return text.translate(_CONTROLS)
 
 
 class _Formatter(logging.Formatter):
-    """``12:04:31.208 trainer-0 INFO name: message``; line breaks in a message are escaped.
+    """``12:04:31.208 trainer-0 INFO name: message``; line breaks and control characters in a message are escaped.
 
     Messages can hold model output; escaping prevents forged records. Traceback lines follow the record, indented.
     """
@@ -17,12 +23,12 @@ class _Formatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        text = printable(record.getMessage().replace("\r", "\\r").replace("\n", "\\n"))
         name = record.name.removeprefix(f"{ROOT}.")
         when = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
         line = f"{when} {self._process} {record.levelname} {name}: {text}"
         if record.exc_info:
-            line += "".join(f"\n    {row}" for row in self.formatException(record.exc_info).splitlines())
+            line += "".join(f"\n    {printable(row)}" for row in self.formatException(record.exc_info).splitlines())
         return line
 
 

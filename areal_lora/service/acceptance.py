@@ -38,6 +38,7 @@ from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, Request
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import DesiredAdapter, write_file
+from areal_lora.service.download import FILES
 from areal_lora.service.http import fingerprint
 from areal_lora.service.queue.client_sessions import AdapterRequest, answered, check_name, create, operate
 from areal_lora.service.queue.queue_rows import LOCAL, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
@@ -65,7 +66,7 @@ def allowed(adapter: AdapterConfig, offered: ApiConfig, quota: Quota, tenant: st
             evals[i] = each.model_copy(update={"task": task})
     changes: dict[str, object] = {"task": _task(adapter.task, "task", offered, quota, tenant), "evals": evals}
     if adapter.init_from is not None:
-        changes["init_from"] = str(_file(adapter.init_from, "init_from", offered, tenant))
+        changes["init_from"] = str(_file(adapter.init_from, "init_from", offered, tenant, FILES))
     return adapter.model_copy(update={key: value for key, value in changes.items() if value != getattr(adapter, key)})
 
 
@@ -111,7 +112,6 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[RequestError]:
         ("rank_pattern", list(adapter.rank_pattern)),
         ("alpha_pattern", list(adapter.alpha_pattern)),
         ("evals", [each.name for each in adapter.evals]),
-        ("sampling.stop", adapter.sampling.stop),
     ):
         if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
             reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
@@ -139,8 +139,12 @@ def _task(task: sections.TaskConfig, key: str, offered: ApiConfig, quota: Quota,
     return task.model_copy(update={name: text for name, text in changes.items() if text != named[name]})
 
 
-def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
-    """The whole path of a file or folder that ``tenant`` may name, with no link to anywhere else."""
+def _file(text: str, key: str, offered: ApiConfig, tenant: str, parts: tuple[str, ...] = ()) -> Path:
+    """The whole path of a file that ``tenant`` may name, with no link to anywhere else; or of a folder of ``parts``.
+
+    Without ``parts`` only the operator's folders are allowed: the library that reads one follows its links, and paths
+    and addresses in its README.md.
+    """
     fix = f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}"
     refused = RequestError(key, f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set", fix)
     if offered.data is None or "\0" in text or not text.strip():
@@ -149,7 +153,10 @@ def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
         folders = [(offered.data / name).resolve() for name in (tenant, SHARED)]
         for start in (folders[0], offered.data.resolve()):
             path = (start / text).resolve()
-            if path.exists() and any(path != folder and path.is_relative_to(folder) for folder in folders):
+            if not path.exists() or not (parts or path.is_file() or path.is_relative_to(folders[1])):
+                continue
+            read = [path, *((path / part).resolve() for part in parts)]
+            if all(any(each != folder and each.is_relative_to(folder) for folder in folders) for each in read):
                 return path
     except (OSError, RuntimeError, ValueError):  # a name that is too long, links in a circle
         raise refused from None

@@ -6,6 +6,7 @@ nothing outside of its folder, and read nothing but the interpreter, its librari
 a `Verdict`, which costs credit.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.tasks.sandbox.fence import Doors, raise_fence
+from areal_lora.tasks.sandbox.fence import Doors, limit_processes, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
@@ -36,6 +37,8 @@ START_S = 30.0
 TEST_S = 4.0  # CPU seconds of one test
 WALL_FACTOR = 2.5  # seconds of a test over its CPU seconds: several run on a busy machine
 OUTPUT_BYTES = 256 << 10  # largest output of a test, and largest file in its temporary folder
+FOLDER_BYTES, FOLDER_ENTRIES, OPEN_FILES = 16 << 20, 1000, 64  # open ones may have no name in the folder
+LOOK_S = 0.1  # between looks at the folder
 TEST_BYTES = 256 << 20  # address space of the program in a test
 _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
@@ -121,8 +124,11 @@ class CodeRunner:
                 yield failed
 
     def _run(self, program: str, test: CodeTest, limit_s: float) -> Verdict:
-        with tempfile.TemporaryDirectory(dir=self._scratch, ignore_cleanup_errors=True) as folder:
+        folder = tempfile.mkdtemp(dir=self._scratch)
+        try:
             return self._run_in(Path(folder), program, test, limit_s)
+        finally:  # Python's own removal fails on folders in folders, a thousand deep
+            subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
     def _run_in(self, folder: Path, program: str, test: CodeTest, limit_s: float) -> Verdict:
         seal = secrets.token_hex(16)
@@ -146,14 +152,14 @@ class CodeRunner:
                 preexec_fn=lambda: self._fence(folder),  # this process has one thread
             )
             try:
-                status = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return Verdict.TIME
+                status = _ended(process, work, limit_s)
             finally:
                 process.kill()
                 process.wait()
         if status == UNFENCED:
             raise EnvironmentError_("reward code: this machine cannot fence a program (Landlock, seccomp)")
+        if isinstance(status, Verdict):
+            return status
         written = (folder / "stdout").read_bytes()
         if status != 0 or len(written) >= OUTPUT_BYTES:
             return _failure(status, len(written) >= OUTPUT_BYTES, folder / "stderr")
@@ -167,6 +173,8 @@ class CodeRunner:
         s = self._settings
         _lower(resource.RLIMIT_AS, TEST_BYTES)
         _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
+        _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+        limit_processes(for_good=True)
         doors = Doors(
             scratch=str(folder / "work"),
             scratch_bytes=OUTPUT_BYTES,
@@ -192,6 +200,38 @@ def _lower(kind: int, wanted: int) -> None:
     hard = resource.getrlimit(kind)[1]
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(kind, (limit, limit))
+
+
+def _ended(process: subprocess.Popen[bytes], work: Path, limit_s: float) -> int | Verdict:
+    """The exit status of a test; a verdict if it writes too much into ``work``, or runs longer than ``limit_s``."""
+    ends_s = time.monotonic() + limit_s
+    while (left_s := ends_s - time.monotonic()) > 0:
+        try:
+            status: int | Verdict = process.wait(min(LOOK_S, left_s))
+        except subprocess.TimeoutExpired:
+            status = Verdict.TIME
+        if _overfull(work):
+            return Verdict.OUTPUT
+        if status is not Verdict.TIME:
+            return status
+    return Verdict.TIME
+
+
+def _overfull(work: Path) -> bool:
+    """Whether the files in ``work`` are too large or too many, or a folder's path is too long to look into."""
+    n_bytes, n_entries, folders = 0, 0, [str(work)]
+    while folders and n_bytes <= FOLDER_BYTES and n_entries <= FOLDER_ENTRIES:
+        try:
+            for entry in os.scandir(folders.pop()):
+                n_entries += 1
+                folders += [entry.path] if entry.is_dir(follow_symlinks=False) else []
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    n_bytes += 512 * entry.stat(follow_symlinks=False).st_blocks
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+    return n_bytes > FOLDER_BYTES or n_entries > FOLDER_ENTRIES
 
 
 def _failure(status: int, too_much: bool, errors: Path) -> Verdict:

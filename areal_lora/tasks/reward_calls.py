@@ -206,6 +206,7 @@ _LIBRARIES = tuple(
 # Not KeyError or AssertionError: they also follow from the answer of an overloaded service.
 _MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+SHORT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # processes, memory, open files: for a while
 
 
 def describe(error: BaseException, function: Any = None) -> str:
@@ -239,7 +240,7 @@ def cause_of(error: BaseException, *, alone: bool) -> Cause:
         refused = isinstance(each, ConnectionError | socket.gaierror)
         if refused or (isinstance(each, OSError) and each.errno in _UNREACHABLE):
             return Cause.UNREACHABLE
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORT):
         return Cause.OTHER
     return Cause.CODE if alone or isinstance(error, _MISTAKES) else Cause.OTHER
 

@@ -15,7 +15,6 @@ outcome is the answer's.
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -35,7 +34,7 @@ import msgspec
 from areal_lora.config.sections.section import ServedModel
 from areal_lora.config.sections.task import RewardConfig, labels
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
-from areal_lora.tasks.reward_calls import Score, ScoreItem, Style, Traces
+from areal_lora.tasks.reward_calls import SHORT, Score, ScoreItem, Style, Traces
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame, too_long
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
@@ -45,7 +44,6 @@ START_DEADLINE_S = 60.0
 START_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # between tries to replace a child: memory or processes may be short
 END_DEADLINE_S = 1.0
 LATE_S = 1.0  # the parent's limit exceeds the child's by this time
-_SHORT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # processes, memory, open files: for a while
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -134,7 +132,7 @@ class ScorerPool:
             try:
                 return await self._start()
             except (OSError, EnvironmentError_) as error:
-                if not isinstance(error, passing) and getattr(error, "errno", None) not in _SHORT:
+                if not isinstance(error, passing) and getattr(error, "errno", None) not in SHORT:
                     raise
                 log.warning("a scorer process could not be started, next try in %g s: %s", pause_s, error)
             await asyncio.sleep(pause_s)

@@ -30,7 +30,7 @@ from areal_lora.errors import ArealLoraError, EnvironmentError_
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.tasks.reward_calls import RewardCall, Score, ScoreItem, Style, cause_of, describe, trace
 from areal_lora.tasks.rewards import grade, reward_call
-from areal_lora.tasks.sandbox.fence import Deadline, Doors, raise_fence
+from areal_lora.tasks.sandbox.fence import Deadline, Doors, limit_processes, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.types import Cause, Outcome
 
@@ -155,6 +155,7 @@ class Judge:
     @contextlib.contextmanager
     def _limited(self, answers: int) -> Iterator[None]:
         """Allow the time of so many answers."""
+        renew_process_limit(self.setup)
         renew_cpu_limit(answers * self.setup.timeout_s)
         self.deadline.start(answers * self.setup.timeout_s)
         try:
@@ -165,6 +166,7 @@ class Judge:
     async def _concurrently(self, items: Sequence[ScoreItem]) -> list[Any]:
         """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
         limit_s = self.setup.timeout_s
+        renew_process_limit(self.setup)
         renew_cpu_limit(limit_s)
         self.deadline.start(limit_s + ASYNC_LATE_S)
 
@@ -238,6 +240,12 @@ def limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def renew_process_limit(setup: Setup) -> None:
+    """Limit what user code may start, from what runs now; a program of an answer has a limit of its own."""
+    if setup.processes.several and setup.kind != "code":
+        limit_processes(for_good=False)
+
+
 def renew_cpu_limit(timeout_s: float) -> None:
     """Allow CPU time for one more answer, with a margin so that the timer of `Deadline` ends first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -290,6 +298,7 @@ def main() -> None:
     deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
+    renew_process_limit(setup)
     try:
         reward = load(setup, missing)
     except ArealLoraError as error:

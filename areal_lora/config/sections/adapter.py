@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from areal_lora.config.sections import task as tasks
 from areal_lora.config.sections.section import NAME, Count, NonNegFloat, NonNegInt, PositiveInt, Section, ServedModel
-from areal_lora.types import MOST_KEPT, AdapterSpec, ExpertLayout
+from areal_lora.types import MOST_KEPT, MOST_STOPS, STOP_CHARACTERS, AdapterSpec, ExpertLayout
 
 # fmt: off
 Kind = Literal[
@@ -203,7 +203,7 @@ class SamplingConfig(Section):
     )
     """`learnability`: with p of a prompt's last answers correct, draw it in an epoch with probability 4 p (1 - p). A
     map: a column (or field in one) to first training steps to shares of prompts by the column's value."""
-    stop: list[Annotated[str, Field(pattern=r"[\s\S]")]] = Field([])
+    stop: list[Annotated[str, Field(pattern=r"[\s\S]", max_length=STOP_CHARACTERS)]] = Field([], max_length=MOST_STOPS)
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a

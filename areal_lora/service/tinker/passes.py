@@ -85,6 +85,8 @@ SampleResponse: Any = _made["SampleResponse"]
 
 
 MAX_DATA = 1024  # of one pass: clients send more as several
+MAX_CHUNKS = 1 << 17  # of a pass or a sample; some clients send each token of a long answer as a chunk
+MAX_INPUTS, MAX_SETTINGS = 8, 16
 MAX_ELEMENTS = 1 << 24  # of one tensor when it is dense: a sparse one may claim any shape
 _ELEMENTS = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 Array = npt.NDArray[Any]
@@ -92,9 +94,9 @@ Array = npt.NDArray[Any]
 
 def row(tensor: Any, path: str, n: int) -> Array:
     """The ``n`` elements of a tensor of one dimension, or of one column. Raises RequestError."""
-    shape = list(tensor.shape)
+    shape = list(tensor.shape[:4])
     if shape not in ([], [n], [n, 1]):
-        reason = f"its shape is {shape[:4]}, not [{n}]: there is one value for each input token"
+        reason = f"its shape is {shape}, not [{n}]: there is one value for each input token"
         raise RequestError(path, reason, "send one value per token; several targets per token are not supported")
     found = _sparse(tensor.sparse_csr, tensor.dtype, path, n) if tensor.HasField("sparse_csr") else None
     values = _elements(tensor.dense, tensor.dtype, path) if found is None else found
@@ -198,6 +200,7 @@ def _pass(message: Any) -> Pass:
         raise RequestError("data", "there are no data", "send at least one datum")
     if len(message.data) > MAX_DATA:
         raise RequestError("data", f"there are {len(message.data)}; one pass has {MAX_DATA} at most", "send several")
+    _few(sum(len(datum.model_input) for datum in message.data), MAX_CHUNKS, "data.model_input")
     loss = Loss(name)
     return Pass(
         data=tuple(_datum(datum, f"data[{i}]", loss) for i, datum in enumerate(message.data)),
@@ -207,7 +210,14 @@ def _pass(message: Any) -> Pass:
     )
 
 
+def _few(count: int, most: int, path: str) -> None:
+    """Raise RequestError for so many parts that a loop over them would block the service."""
+    if count > most:
+        raise RequestError(path, f"it has {count} parts; there are {most} at most", "send fewer")
+
+
 def _datum(message: Any, path: str, loss: Loss) -> Datum:
+    _few(len(message.loss_fn_inputs), MAX_INPUTS, f"{path}.loss_fn_inputs")
     texts = [chunk.encoded_text.tokens for chunk in message.model_input if chunk.HasField("encoded_text")]
     if len(texts) < len(message.model_input):
         first = next(i for i, chunk in enumerate(message.model_input) if not chunk.HasField("encoded_text"))
@@ -263,6 +273,7 @@ def _weights(loss: Loss, read: Mapping[str, npt.NDArray[np.float32]], n: int) ->
 
 def _settings(message: Any, loss: Loss) -> LossSettings:
     """Old SDKs send numbers alone, new ones both; the new ones count."""
+    _few(max(len(message.loss_fn_config), len(message.loss_fn_config_v2)), MAX_SETTINGS, "loss_fn_config")
     found: dict[str, float] = {_text(each.key, "loss_fn_config"): each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
         key = _text(each.key, "loss_fn_config")

@@ -13,6 +13,7 @@ from areal_lora.operations.protocol import OperationFailure, PassResult, StepRes
 from areal_lora.service.http import Answered, JsonObject, decoded
 from areal_lora.service.queue import requests
 from areal_lora.service.tinker import passes
+from areal_lora.types import MOST_STOPS, STOP_CHARACTERS
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Bounded: messages and SQLite hold integers of 64 bits."""
@@ -171,6 +172,8 @@ EMPTY_TOP = -99999.0
 EMPTY = frozenset({b"null", b"false", b"0", b"0.0", b'""', b"[]", b"{}"})  # a field that is not used
 MAX_FIELDS = 64  # of one sample, those that are not used included
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+StopText = Annotated[str, msgspec.Meta(max_length=STOP_CHARACTERS)]
+Stops = Annotated[list[StopText | int], msgspec.Meta(max_length=MOST_STOPS)]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +190,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str | int] | None = None
+    stop: StopText | Stops | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -236,6 +239,8 @@ def read_sample(body: bytes) -> SampleRequest:
     )
     if unknown:
         raise RequestError(unknown[0], "samples have no such field here", "leave it out")
+    if bytes(given.get("prompt", b"")).count(b"{") > passes.MAX_CHUNKS:  # before each is an object
+        raise RequestError("prompt", f"it has more than {passes.MAX_CHUNKS} chunks", "send fewer, longer ones")
     try:
         request = msgspec.json.decode(body, type=SampleRequest)
     except (msgspec.ValidationError, UnicodeError) as error:

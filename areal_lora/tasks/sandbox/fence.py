@@ -95,8 +95,6 @@ def raise_fence(doors: Doors, parent_pid: int) -> list[str]:
     else:
         _set_capabilities(libc, 1 << _CAP_DAC_READ_SEARCH, inherited=inherited)
     die_with_parent(signal.SIGKILL)  # a change of the user has forgotten it
-    if doors.processes.several:
-        _limit_processes()
     if not seccomp.install(network=doors.network, processes=doors.processes):
         missing.append("seccomp filters (native code can open sockets and start processes)")
         if not doors.processes.several:
@@ -157,8 +155,11 @@ def _become_another_user(scratch: str | None) -> bool:
     return True
 
 
-def _limit_processes() -> None:
-    """Let this user have `MORE_PROCESSES` more processes and threads than now."""
+def limit_processes(*, for_good: bool) -> None:
+    """Let this user have `MORE_PROCESSES` more processes and threads than now: others of the user count, too.
+
+    Without ``for_good`` the limit can be renewed.
+    """
     user, now = os.getuid(), 0
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -166,7 +167,7 @@ def _limit_processes() -> None:
                 now += len(list((entry / "task").iterdir()))
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     limit = now + MORE_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, now + MORE_PROCESSES)
-    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit if for_good else hard))
 
 
 def _landlock(libc: ctypes.CDLL) -> int:

@@ -46,6 +46,12 @@ def test_several_logs_have_a_prefix_and_one_has_none(run: Path) -> None:
     assert "no log of 'judge' (fix: name one of server-0, trainer-0" in done.stderr
 
 
+def test_a_log_does_not_steer_the_terminal(run: Path) -> None:
+    (run / "logs" / "server-0.log").write_bytes(b"\x1b]52;c;Yg==\x07 90%\rdone \xc2\x9b2J\n")
+    shown = areal_lora("logs", run, "server-0", "-n", "1").stdout
+    assert shown == "\\x1b]52;c;Yg==\\x07 90%\\x0ddone \\x9b2J\n"
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 9])
 @pytest.mark.parametrize("text", ["", "a\n", "a\nb\nc\nd\ne\n", "a\nb\nc\nd\nno end"])
 def test_the_last_lines_are_found(tmp_path: Path, text: str, count: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from areal_lora.cli.app import main
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.rollout.conversations import ConversationFile, ConversationRecord
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.records import STEP
 from tests.support.obs.rollouts import keep, step_rollouts
@@ -38,3 +39,20 @@ def test_the_answers_of_a_step_are_shown_with_its_drops_and_errors(
     assert "yes2" in capsys.readouterr().out
     assert main(["samples", str(tmp_path), "--step", "9"]) == 64
     assert "choose among steps 2 to 3" in capsys.readouterr().err
+
+
+def test_texts_of_models_and_tenants_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    text = "\x1b]52;c;Yg==\x07 \x9b2J"
+    said = {"time": 0.0, "adapter": "math", "sample": 0, "evaluation": False, "reward": 1.0, "requests": []}
+    ConversationFile(RunFolder(tmp_path)).write(ConversationRecord(**said, uid="1", detail=text, tokens=[]))
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(msgspec.structs.replace(STEP, retried={"scorer": 1}, faults={"scorer": f"error: {text}"}))
+        keep(RunFolder(tmp_path), [step_rollouts(3, groups=1, n=1, texts=[text])])
+        assert main(["samples", str(tmp_path)]) == 0
+        assert main(["conversations", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\\x1b]52;c;Yg==\\x07 \\x9b2J") == 3, "the answer, the fault, the conversation"
+    assert all(c == "\n" or c.isprintable() for c in shown)

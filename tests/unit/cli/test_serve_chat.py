@@ -67,6 +67,15 @@ def test_one_prompt_of_two_versions(server: FakeServer, folder: RunFolder, capsy
     assert (saved.prompt, saved.gold, saved.answers) == ("2 + 2?", "", {"math@v7": f"7 of {length}"})
 
 
+def test_an_answer_does_not_steer_the_terminal(
+    server: FakeServer, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = lambda prompt, _: ([1], "a\x1b]52;c;Yg==\x07\n\tb")
+    assert main(["chat", str(folder), "--prompt", "2 + 2?", "--save"]) == ExitCode.DONE
+    assert capsys.readouterr().out == "a\\x1b]52;c;Yg==\\x07\n\tb\n"
+    assert [*read_answers(folder)[0].answers.values()] == ["a\x1b]52;c;Yg==\x07\n\tb"], "the record is exact"
+
+
 def test_a_proxy_of_the_environment_is_not_between(
     server: FakeServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

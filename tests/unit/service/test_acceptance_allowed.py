@@ -26,6 +26,18 @@ def data(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     (tmp_path / "the data" / "acme" / "link.jsonl").symlink_to(tmp_path / "the data" / "secret")
+    for folder, name, target in (
+        ("acme/links", "rows.jsonl", "bolt/own.jsonl"),
+        ("acme/stolen", "adapter_model.safetensors", "bolt/own.jsonl"),
+        ("acme/dangling", "adapter_model.safetensors", "bolt/later"),
+        ("acme/linked", "adapter_model.safetensors", "shared/all.jsonl"),
+        ("acme/twice", "adapter_model.safetensors", "acme/own.jsonl"),
+        ("acme/acme/twice", "adapter_model.safetensors", "bolt/own.jsonl"),
+    ):
+        path = tmp_path / "the data" / folder / name
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tmp_path / "the data" / target)
+    (tmp_path / "the data" / "shared" / "rows").mkdir()
     return tmp_path / "the data"
 
 
@@ -88,6 +100,11 @@ def rows(train: str, **more: Any) -> dict[str, Any]:
         (rows("../secret"), "task.train"),
         (rows("bolt/own.jsonl"), "task.train"),
         (rows("link.jsonl"), "task.train"),
+        (rows("links"), "task.train"),
+        (rows("own.jsonl", eval="links"), "task.eval"),
+        ({"evals": [{"name": "x", "task": {"kind": "dataset", "eval": "links"}}]}, "evals.0.task.eval"),
+        ({"init_from": "stolen"}, "init_from"),
+        ({"init_from": "dangling"}, "init_from"),
         (rows("."), "task.train"),
         (rows("shared"), "task.train"),
         (rows("~/x"), "task.train"),
@@ -137,7 +154,10 @@ def test_files_of_the_tenant_and_shared_ones_get_whole_paths(data: Path) -> None
     task = judged(rows("own.jsonl", eval="shared/all.jsonl", keep=FILTER), data).task
     assert (task.train, task.eval) == (str(data / "acme" / "own.jsonl"), str(data / "shared" / "all.jsonl"))  # type: ignore[union-attr]
     assert judged(rows(str(data / "acme" / "own.jsonl")), data).task.train == str(data / "acme" / "own.jsonl")  # type: ignore[union-attr]
-    assert judged({"init_from": "peft"}, data).init_from == str(data / "acme" / "peft")
+    assert judged(rows("shared/rows"), data).task.train == str(data / "shared" / "rows")  # type: ignore[union-attr]
+    for name in ("peft", "linked", "twice"):
+        assert judged({"init_from": name}, data).init_from == str(data / "acme" / name)
+    assert judged({"init_from": "acme/twice"}, data).init_from == str(data / "acme" / "twice"), "not acme/acme/twice"
 
 
 def test_without_a_folder_no_file_can_be_named() -> None:

@@ -73,6 +73,7 @@ def test_asserts_continue_the_program_and_cannot_be_left_out(fence):
     assert [set(s.components) - {"passed"} for s in scores[1:]] == [{"wrong"}, {"wrong"}, {"wrong"}, {"crashed"}]
 
 
+FILES = "import os, time\nfor i in range({n}): open(str(i), 'wb').write(b'x' * {size})\n"
 HOSTILE = {
     # At most 300 processes, should the fence not hold.
     "fork_bomb": ("import os, time\nfor _ in range(300):\n if not os.fork(): time.sleep(5); os._exit(0)", "crashed"),
@@ -85,6 +86,20 @@ HOSTILE = {
     "delete_outside": ("import os\nos.remove(PRECIOUS)", "crashed"),
     "endless_output": ("while True: print('x' * 1000)", "output"),
     "endless_file": ("f = open('f', 'wb')\nwhile True: f.write(b'x' * 65536)", "output"),
+    "many_bytes": (FILES.format(n=100, size=250_000) + "time.sleep(600)", "output"),
+    "many_bytes_and_an_end": (FILES.format(n=100, size=250_000), "output"),
+    "many_bytes_where_paths_end": (
+        "import os\nfor _ in range(17): os.mkdir('a' * 255); os.chdir('a' * 255)\n"
+        + FILES.format(n=100, size=250_000)
+        + "time.sleep(600)",
+        "output",
+    ),
+    "many_empty_files": (FILES.format(n=1500, size=0) + "time.sleep(600)", "output"),
+    "deep_folders": ("import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')", "output"),
+    "files_without_names": (
+        "import os, time\nk = []\nfor i in range(90): k.append(open('f', 'wb')); os.unlink('f')",
+        "crashed",
+    ),
     "read_the_secret": ("print(open(SECRET).read())", "crashed"),
     "read_the_secret_by_exec": ("import os\nos.execv('/bin/cat', ['cat', SECRET])", "crashed"),
     "kill_the_parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "crashed"),
@@ -169,6 +184,11 @@ def test_a_programs_folder_is_empty_and_its_own(fence):
     )
     row = {"inputs": ["", ""], "outputs": ["['f'] True"] * 2}
     assert score(code(), answer(program, **row))[0].reward == 1.0
+
+
+def test_a_program_may_write_what_the_folder_holds(fence):
+    program = FILES.format(n=60, size=250_000) + "os.mkdir('d'); print(len(os.listdir()))"
+    assert score(code(), answer(program, inputs=[""], outputs=["61"]))[0].reward == 1.0
 
 
 def test_the_time_of_an_answer_bounds_all_its_tests(monkeypatch):

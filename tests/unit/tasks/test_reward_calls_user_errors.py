@@ -80,6 +80,9 @@ def test_a_refused_connection_is_found_below_the_errors_of_libraries() -> None:
         (RuntimeError("503"), Cause.OTHER, Cause.CODE),
         (TimeoutError(), Cause.OTHER, Cause.CODE),
         (MemoryError(), Cause.OTHER, Cause.OTHER),
+        (BlockingIOError(errno.EAGAIN, "fork"), Cause.OTHER, Cause.OTHER),
+        (OSError(errno.ENFILE, "open"), Cause.OTHER, Cause.OTHER),
+        (FileNotFoundError(errno.ENOENT, "open"), Cause.OTHER, Cause.CODE),
         (ExceptionGroup("both", [OSError(errno.EHOSTUNREACH, "no route")]), Cause.UNREACHABLE, Cause.UNREACHABLE),
     ],
 )

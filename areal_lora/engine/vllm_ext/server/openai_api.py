@@ -25,10 +25,12 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_lora.network.http_server import Prompt, StructuredOutputs
-from areal_lora.types import TokenColumns
+from areal_lora.types import MOST_STOPS, STOP_CHARACTERS, TokenColumns
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Bounded: the engine gets messages that hold integers of 64 bits."""
+StopText = Annotated[str, msgspec.Meta(max_length=STOP_CHARACTERS)]
+Few = msgspec.Meta(max_length=MOST_STOPS)
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,8 +43,8 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: float = 0.0
     min_tokens: Int = 0
     seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] = []
+    stop: StopText | Annotated[list[StopText], Few] | None = None
+    stop_token_ids: Annotated[list[Int], Few] = []
     stream: bool = False
     return_token_ids: bool = False
     ignore_eos: bool = False

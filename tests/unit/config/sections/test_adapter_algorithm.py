@@ -8,12 +8,13 @@ from typing import get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from areal_lora.algorithms.advantages import ADVANTAGES, Samples
 from areal_lora.algorithms.losses import LOSSES
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.algorithm_rules import UNGROUPED
-from areal_lora.config.sections.adapter import PRESETS, AlgorithmConfig, Kind
+from areal_lora.config.sections.adapter import PRESETS, AlgorithmConfig, Kind, SamplingConfig
 from areal_lora.launch import main
 from tests.support.paths import EXAMPLES, ROOT
 
@@ -89,3 +90,11 @@ def test_a_recorded_configuration_reads_back_with_every_value() -> None:
         chosen = AlgorithmConfig.model_validate({"kind": kind, "kl_coef": 0.5})
         assert AlgorithmConfig.model_validate_json(chosen.model_dump_json()) == chosen
         assert chosen.changed() == {"kl_coef": 0.5}
+
+
+def test_what_ends_an_answer_has_the_bounds_of_the_servers() -> None:
+    sizes = {"prompts_per_step": 1, "n_samples": 2, "max_new_tokens": 4}
+    assert len(SamplingConfig.model_validate(sizes | {"stop": ["a" * 256] * 64}).stop) == 64
+    for stop in (["a"] * 65, ["a" * 257]):
+        with pytest.raises(ValidationError, match="stop"):
+            SamplingConfig.model_validate(sizes | {"stop": stop})

@@ -15,6 +15,7 @@ from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import Loss, LossSettings, Pass, PassResult
 from areal_lora.service.tinker.passes import (
     INT64,
+    MAX_CHUNKS,
     MAX_DATA,
     ForwardBackwardRequest,
     PassRequest,
@@ -217,6 +218,50 @@ def test_data_of_a_pass_are_limited_and_chunks_are_one_sequence() -> None:
     refused = read_pass(message.SerializeToString()).wanted
     assert isinstance(refused, RequestError)
     assert (refused.path, refused.reason) == ("data", "there are 1025; one pass has 1024 at most")
+
+
+def test_a_long_sequence_may_have_a_chunk_for_each_token() -> None:
+    n = MAX_CHUNKS
+    wanted = read_pass(_request([ids(1)] * n, {"target_tokens": (INT64, np.ones(n, "<i8").tobytes())})).wanted
+    assert isinstance(wanted, Pass)
+    assert len(wanted.data[0].tokens) == 4 * (n + 1)
+
+
+CHUNK, INPUT, NUMBER, NAMED = b"\x0a\x02\x0a\x00", b"\x12\x00", b"\x2a\x00", b"\x3a\x02\x12\x00"
+"""Empty ones: of a datum chunk and input, of a pass a number and a named setting."""
+
+
+@pytest.mark.parametrize(
+    ("in_datum", "beside", "path"),
+    [
+        (CHUNK * (MAX_CHUNKS + 1), b"", "data.model_input"),
+        (INPUT * 9, b"", "data[0].loss_fn_inputs"),
+        (b"", NUMBER * 17, "loss_fn_config"),
+        (b"", NAMED * 17, "loss_fn_config"),
+    ],
+    ids=["chunks", "inputs", "numbers", "named settings"],
+)
+def test_so_many_parts_that_a_loop_would_block_the_service_are_refused(
+    in_datum: bytes, beside: bytes, path: str
+) -> None:
+    message = ForwardBackwardRequest()
+    message.ParseFromString(_request([ids(1)], {"target_tokens": (INT64, np.array([2], "<i8").tobytes())}))
+    message.data[0].MergeFromString(in_datum)
+    message.MergeFromString(beside)
+    wanted = read_pass(message.SerializeToString()).wanted
+    assert isinstance(wanted, RequestError)
+    assert (wanted.status, wanted.path) == (422, path)
+    assert " at most" in wanted.reason
+
+
+def test_chunks_of_all_data_count() -> None:
+    message = ForwardBackwardRequest()
+    message.ParseFromString(_request([ids(1)], {"target_tokens": (INT64, np.array([2], "<i8").tobytes())}))
+    message.data[0].MergeFromString(CHUNK * (MAX_CHUNKS // 2))
+    message.data.append(message.data[0])
+    wanted = read_pass(message.SerializeToString()).wanted
+    assert isinstance(wanted, RequestError)
+    assert (wanted.path, wanted.reason) == ("data.model_input", "it has 131074 parts; there are 131072 at most")
 
 
 @pytest.mark.parametrize("chunks", [[b"\1\0", b"\0\0"], [ids(-1)]])

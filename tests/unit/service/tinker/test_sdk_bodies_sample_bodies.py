@@ -61,7 +61,13 @@ def test_scores_of_a_whole_context_need_no_answer() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "texts", "tokens", "ignore_eos"),
-    [("a", ["a"], [], False), (["a", "b"], ["a", "b"], [], False), ([9], [], [9], False), ([], [], [], True)],
+    [
+        ("a", ["a"], [], False),
+        (["a", "b"], ["a", "b"], [], False),
+        ([9], [], [9], False),
+        ([], [], [], True),
+        (["a" * 256] * 32 + [9] * 32, ["a" * 256] * 32, [9] * 32, False),
+    ],
 )
 def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eos: bool) -> None:
     found = body(sampling_params={"stop": stop})
@@ -82,6 +88,10 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"prompt": {"chunks": []}}, "prompt"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": []}]}}, "prompt"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params"),
+        ({"sampling_params": {"stop": ["a"] * 65}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [9] * 65}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": "a" * 257}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [9, "a" * 257]}}, "sampling_params.stop[1]"),
         ({"seq_id": "a"}, "seq_id"),
         ({"seq_id": 1 << 80}, "body"),
         ({f"unused{k}": 0 for k in range(61)}, "sample"),
@@ -110,6 +120,17 @@ def test_what_is_not_read_makes_no_objects() -> None:
             read_sample(asked()[:-1] + b',"' + field + b'":' + lists + b"}")
         assert refused.value.path == field.decode()
         assert gc.get_stats()[0]["collections"] - began < 10, "a collection comes with every 700 objects"
+
+
+def test_a_prompt_may_have_a_chunk_for_each_token_and_not_millions() -> None:
+    """The cookbook's self-distillation sends each token of an answer as a chunk."""
+    each = read_sample(asked(prompt={"chunks": [{"tokens": [k]} for k in range(40_000)]}))
+    assert each.token_ids == list(range(40_000))
+    began = gc.get_stats()[0]["collections"]
+    with pytest.raises(RequestError) as refused:
+        read_sample(asked().replace(b'{"chunks": [', b'{"chunks": [' + b"{}," * 2_000_000))
+    assert refused.value.path == "prompt"
+    assert gc.get_stats()[0]["collections"] - began < 10, "a collection comes with every 700 objects"
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:

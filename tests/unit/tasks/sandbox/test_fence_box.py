@@ -3,6 +3,8 @@
 import asyncio
 import http.server
 import os
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -136,3 +138,53 @@ def test_the_command_line_and_what_is_not_usable(tmp_path, monkeypatch):
     assert argv[-8:] == ["--tmpfs", str(tmp_path), "--ro-bind-try", code, code, "--", "x", "-y"]
     assert "--unshare-net" not in argv
     assert "--unshare-net" in (fence.boxed(["x"], network=False, hidden=None, scratch=None) or [])
+
+
+AS_ANOTHER = """
+import asyncio, pathlib, sys, tempfile, threading
+from areal_lora.config.sections.task import CodeReward, FunctionReward
+from areal_lora.tasks.reward_calls import ScoreItem
+from areal_lora.tasks.sandbox import fence
+from areal_lora.tasks.scorer import ScorerPool
+
+PROGRAM = '''```python
+import contextlib, resource, threading, time
+with contextlib.suppress(ValueError):
+    resource.setrlimit(resource.RLIMIT_NPROC, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+threading.stack_size(1 << 16)
+started = 0
+with contextlib.suppress(RuntimeError):
+    while started < 300:
+        threading.Thread(target=time.sleep, args=(1,)).start()
+        started += 1
+print(0 < started <= 64)
+```'''
+
+async def scores(reward, item):
+    async with ScorerPool(reward) as pool:
+        before = await pool.score([item])
+        for _ in range(2 * fence.MORE_PROCESSES):
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return [before + await pool.score([item])]
+
+fence.shutil.which = lambda _: None
+own = pathlib.Path(tempfile.mkdtemp()) / "own.py"
+own.write_text(sys.stdin.read())
+for reward, item in (
+    (CodeReward(inputs="i", outputs="o", timeout_s=120), ScoreItem(completion=PROGRAM, columns={"i": "", "o": "True"})),
+    (FunctionReward(path=f"{own}:reward", allow_subprocess=True, timeout_s=120), ScoreItem(completion="run")),
+):
+    for found in asyncio.run(scores(reward, item)):
+        print([score.reward for score in found], [score.detail for score in found if score.detail])
+"""
+
+
+def test_threads_that_other_processes_of_the_user_start_later_take_no_place():
+    """As a user without privileges: those of root are not counted."""
+    argv = [sys.executable, "-P", "-c", AS_ANOTHER]
+    if os.getuid() == 0:
+        user = str(63000 + os.getpid() % 900)
+        reads = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]  # the interpreter
+        argv = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", *reads, *argv]
+    done = subprocess.run(argv, input=SOURCE, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[1.0, 1.0] []", "[4.0, 4.0] []"], done.stderr
