@@ -72,15 +72,15 @@ class ControllerLink:
 
     def next_work(
         self,
-        wanted: Sequence[AdapterRef],
+        of_turns: Callable[[], Sequence[AdapterRef]],
         draining: Collection[str],
         interruption: Callable[[], Work | None],
         wait_s: float = SHORT_POLL_S,
     ) -> Work:
-        """Wait for a batch of the first of ``wanted`` that has one, consumed at that version.
+        """Wait for a batch of the first adapter of ``of_turns`` that has one, consumed at that version.
 
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
-        ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
+        ``interruption``. Both are called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
         lines = WaitingLines()
         shown = ""
@@ -88,6 +88,7 @@ class ControllerLink:
             drained = next((name for name in draining if not self._evals[name].pending), None)
             if drained is not None:
                 return Finish(adapter=drained)
+            wanted = of_turns()
             if (waiting := self._waiting(wanted, draining)) != shown:
                 shown = waiting
                 self._recorder.status(waiting)
@@ -166,7 +167,7 @@ class ControllerLink:
             for found in result.sets:
                 if found.order == 0:
                     figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
-                    tracker.results[result.version] = Evaluation(**figures, measure=found.measure)
+                    tracker.results[found.version] = Evaluation(**figures, measure=found.measure)
                 self._recorder.evaluation(found)
 
     def shutdown(self) -> None:

@@ -202,8 +202,9 @@ class GroupSums(msgspec.Struct, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
+    """The evaluation requested of ``adapter@v{version}``: the sets in the order of the configuration.
 
+    The records are of a newer version if no server held that one any more.
     ``failed`` has the reasons of those without a record, by name.
     """
 

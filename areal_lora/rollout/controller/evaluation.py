@@ -139,8 +139,13 @@ class Evaluator:
     seed: int = 0
     base: BaseEvals = field(default_factory=BaseEvals)
 
-    async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason."""
+    async def run(
+        self, ref: AdapterRef, tag: str, newer: Callable[[AdapterRef], AdapterRef] = lambda ref: ref
+    ) -> EvalResult:
+        """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason.
+
+        If no server holds ``ref`` any more, the records are of ``newer(ref)``, in the result of ``ref``.
+        """
         sets, failed = list[EvalRecord](), dict[str, str]()
         for order, chosen in enumerate(self.sets):
             measure = partial(self._set, chosen, ref)
@@ -152,6 +157,10 @@ class Evaluator:
                 own = {"name": chosen.name, "measure": chosen.measure, "order": order, "tag": tag}
                 sets.append(msgspec.structs.replace(found, **own))
             except ArealLoraError as error:
+                retired = isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
+                if retired and not sets and (other := newer(ref)) != ref:
+                    log.info("evaluation %s of %s is of %s: no server holds it any more", tag, ref, other)
+                    return msgspec.structs.replace(await self.run(other, tag), version=ref.version)
                 failed[chosen.name] = str(error)
             except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
                 log.exception("evaluation of %s on %s", ref, chosen.name)

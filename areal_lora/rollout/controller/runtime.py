@@ -60,10 +60,9 @@ class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
     ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
-    are not needed any more. ``close`` ends the scorers of one that joins. ``one_evaluation``: an evaluation holds its
-    version on the servers, which have room for one of each adapter beside those that are rolled out. ``seed`` is the
-    adapter's. ``take_costs`` returns what the rewards spent since its last call. ``failure`` is why its rollouts have
-    ended, None while they have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
+    are not needed any more. ``close`` ends the scorers of one that joins. ``seed`` is the adapter's. ``take_costs``
+    returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None while they
+    have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
     """
 
     feed: AdapterFeed
@@ -74,7 +73,6 @@ class AdapterRuntime:
     capacity: Capacity
     weight: float
     events: list[m.EvalResult] = field(default_factory=list)
-    one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: m.AdapterFailed | None = None
     paused: bool = False
     texts: bool = True
