@@ -42,7 +42,7 @@ class Capacity:
         return max(1, math.ceil(servers * self.sequences / self.n_samples))
 
     def evaluated(self, servers: int) -> int:
-        """Sequences that the evaluations of all adapters may have at once: the other half is for training rollouts."""
+        """Sequences that an evaluation may have at once: the other half is for training rollouts."""
         return servers * self.sequences // 2
 
 
