@@ -276,8 +276,8 @@ class RunCharts:
             self._tokens[record.adapter] += record.trained_tokens
             share = self._tokens[record.adapter] / max(1, self._tokens.total())
             self._shares[record.adapter].add(record.time_s, share)
-        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
-        if (charts := self.adapters.get(only or record.adapter)) is not None:
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else ""
+        if (charts := self.adapters.get(record.adapter or only)) is not None:
             charts.add(record)
 
     def together(self, compared: Sequence[str]) -> list[Chart]:

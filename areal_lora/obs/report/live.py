@@ -40,20 +40,27 @@ T = TypeVar("T")
 
 
 class LiveRun:
-    """A run whose page follows its records: a refresh reads the new ones alone, unless a resume made old ones void."""
+    """A run whose page follows its records: a refresh reads the new ones alone.
+
+    It reads all where a resume made old ones void, or an adapter has joined; one that has left stays.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._tail, self.page = folder, MetricsTail(folder), RunPage(folder)
 
     def refresh(self) -> RunPage:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
-        void = False
+        void, names = False, {""}
         while records := self._tail.read_new():
             void = void or any(isinstance(record, ResumeRecord) for record in records)
+            names.update(record.adapter for record in records)
             for record in () if void else records:
                 self.page.add(record)
-        if void:
-            self.page = RunPage(self._folder)
+        if not void and names <= self.page.runs.keys() | {""}:
+            return self.page
+        newer = RunPage(self._folder, known=self.page.runs)
+        if void or newer.runs.keys() != self.page.runs.keys():
+            self.page = newer
             for record in iter_metrics(self._folder, self._tail.offset):  # later ones come with the next refresh
                 self.page.add(record)
         return self.page

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, ends_of, read_config, with_joined
+from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, read_config, with_joined
 from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, StepRecord
@@ -86,17 +86,23 @@ def page_text(data: PageData, *, live: bool = False) -> str:
 
 
 class RunPage:
-    """One run: ``add`` valid records (`iter_metrics`), then take ``data``. ``shown``: the text of its configuration."""
+    """One run: ``add`` valid records (`iter_metrics`), then take ``data``. ``shown``: the text of its configuration.
+
+    Adapters that left are among those of the run if they are ``known``.
+    """
 
     def __init__(
-        self, folder: RunFolder, shown: Callable[[Config], str] = lambda config: config.model_dump_json(indent=2)
+        self,
+        folder: RunFolder,
+        shown: Callable[[Config], str] = lambda config: config.model_dump_json(indent=2),
+        known: Mapping[str, AdapterRun] | None = None,
     ) -> None:
         self.folder = folder
         self.config = with_joined(read_config(folder), folder)
         self._digest, self._shown = config_digest(folder), shown
-        self.runs = adapter_runs(self.config)
+        self.runs = {**(known or {}), **adapter_runs(self.config)}
         self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
-        self.view = RunView(ends_of(self.config))
+        self.view = RunView({name: run.end for name, run in self.runs.items()})
         self.rollouts = RolloutIndex(folder)
         self._sections: dict[str, list[ChartSection]] = {}  # by prefix, until the next record
 
