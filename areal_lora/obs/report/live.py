@@ -1,6 +1,7 @@
 """Serve the page of runs in progress on this machine: ``areal-lora page``, or a process beside the run (`run.page`).
 
     browser --GET /TOKEN/ (page), /TOKEN/data (PageData; 304 if nothing changed)--> this process --reads--> run folders
+              with ``open``, the places of charts that are not closed, as often as there are some
               /TOKEN/rollouts, /TOKEN/group (of inspector), /TOKEN/rollouts.parquet, with the run's number as ``run``
 
 The token in the path keeps other users of the machine, and other pages of the browser, out.
@@ -12,7 +13,7 @@ import hashlib
 import io
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -73,8 +74,8 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
     """
     runs = [LiveRun(folder) for folder in folders]
 
-    def newest() -> PageData:
-        return pages_of([run.refresh() for run in runs])
+    def newest(opened: Collection[str] = ()) -> PageData:
+        return pages_of([run.refresh() for run in runs], opened)
 
     newest()
 
@@ -82,7 +83,7 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
         return HTMLResponse(page_text(newest(), live=True), headers={"Referrer-Policy": "no-referrer"})
 
     async def data(request: Request) -> Response:
-        body = msgspec.json.encode(newest())
+        body = msgspec.json.encode(newest(request.query_params.getlist("open")))
         tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304)

@@ -8,7 +8,7 @@ import re
 import statistics
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -104,10 +104,8 @@ class RunPage:
         self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
         self.view = RunView({name: run.end for name, run in self.runs.items()})
         self.rollouts = RolloutIndex(folder)
-        self._sections: dict[str, list[ChartSection]] = {}  # by prefix, until the next record
 
     def add(self, record: Record) -> None:
-        self._sections.clear()
         self.figures.add(record)
         self.charts.add(record)
         self.view.add(record)
@@ -119,36 +117,41 @@ class RunPage:
     def clocks(self) -> dict[str, ClockData]:
         return {name: charts.clock() for name, charts in self.charts.adapters.items()}
 
-    def sections(self, prefix: str = "") -> list[ChartSection]:
-        """The charts of the run and of each of several adapters; ``prefix`` distinguishes runs of one page."""
-        if prefix not in self._sections:
-            self._sections[prefix] = [*self._drawn(prefix)]
-        return self._sections[prefix]
+    def sections(self, prefix: str = "", opened: Collection[str] | None = None) -> list[ChartSection]:
+        """The charts of the run, and of several adapters those with their ids in ``opened``, by default all.
 
-    def _drawn(self, prefix: str) -> Iterator[ChartSection]:
+        ``prefix`` distinguishes runs of one page.
+        """
         clocks = self.clocks()
         if not self.several:
             charts = next(iter(self.charts.adapters.values())).data()
-            yield ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)
-            return
+            return [ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)]
         compared = [name for name, run in self.runs.items() if not run.endless]
-        yield ChartSection(id=f"{prefix}run", charts=self.charts.together(compared), clocks=clocks)
-        for name, found in self.charts.adapters.items():
-            yield ChartSection(id=f"{prefix}plots-{name}", charts=found.data(), clocks={name: clocks[name]})
+        ids = {name: f"{prefix}plots-{name}" for name in self.runs}
+        return [
+            ChartSection(id=f"{prefix}run", charts=self.charts.together(compared), clocks=clocks),
+            *(
+                ChartSection(id=ids[name], charts=found.data(), clocks={name: clocks[name]})
+                for name, found in self.charts.adapters.items()
+                if opened is None or ids[name] in opened
+            ),
+        ]
 
-    def data(self, prefix: str = "") -> PageData:
-        sections = self.sections(prefix)
+    def data(self, prefix: str = "", opened: Collection[str] | None = None) -> PageData:
+        """See `sections`; places of charts that are not ``opened`` are empty."""
+        sections = self.sections(prefix, opened)
         title, rollouts = self.config.run.name, [self.rollouts.overview()]
-        return PageData(title=title, body=self._body(sections), sections=sections, rollouts=rollouts)
+        return PageData(title=title, body=self._body(prefix, sections), sections=sections, rollouts=rollouts)
 
-    def _body(self, sections: Sequence[ChartSection]) -> str:
+    def _body(self, prefix: str, sections: Sequence[ChartSection]) -> str:
         folder, config, total = self.folder, self.config, self.figures.total
         subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
         if self.several:
             run = overview(folder, self.runs, self.figures) + charts(sections[0])
+            drawn = {section.id: section for section in sections}
             adapters = "<h2>Each adapter</h2>" + "".join(
-                _section(name, run, self.figures.adapters[name], section)
-                for (name, run), section in zip(self.runs.items(), sections[1:], strict=True)
+                _section(name, run, self.figures.adapters[name], prefix, drawn.get(f"{prefix}plots-{name}"))
+                for name, run in self.runs.items()
             )
         else:
             run = f"{boxes(headlines(total))}\n<h2>The run</h2>{charts(sections[0])}"
@@ -300,16 +303,15 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
     return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>"
 
 
-def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) -> str:
+def _section(name: str, run: AdapterRun, its: Figures, prefix: str, section: ChartSection | None) -> str:
     """An adapter: its state with the reason; its figures and charts when it is chosen."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
-    place = escape(section.id.replace("plots-", "adapter-", 1))
     return (
-        f'<section id="{place}"><details>'
+        f'<section id="{escape(f"{prefix}adapter-{name}")}"><details data-plots="{escape(f"{prefix}plots-{name}")}">'
         f"<summary><strong>{escape(name)}</strong> <span>{escape(about)}</span></summary>"
-        f"{boxes(headlines(its))}{charts(section)}</details></section>"
+        f"{boxes(headlines(its))}{charts(section) if section else ''}</details></section>"
     )
 
 

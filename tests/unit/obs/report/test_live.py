@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import urllib.request
@@ -22,10 +23,10 @@ from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report import live
-from areal_lora.obs.report.charts import RunCharts
+from areal_lora.obs.report.charts import Curve, RunCharts
 from areal_lora.obs.report.inspector import GroupView, RolloutHead, RolloutPage
 from areal_lora.obs.report.live import LiveRun, application
-from areal_lora.obs.report.page import PageData
+from areal_lora.obs.report.page import PageData, write_report
 from areal_lora.obs.report.summary import RunFigures
 from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, RunFolder, write_desired
 from areal_lora.run_folder.status import forget_sessions, read_statuses
@@ -34,6 +35,7 @@ from tests.support.obs.fake_run import ADAPTER, make_config, make_run
 from tests.support.obs.page import Page
 from tests.support.obs.records import step_record
 from tests.support.obs.rollouts import keep, step_rollouts
+from tests.support.obs.three_adapters import make_three
 
 TOKEN = "a token"
 
@@ -170,6 +172,47 @@ def test_adapters_that_join_are_shown_as_on_a_page_that_is_opened_later(tmp_path
         [chart] = [c for c in page.charts.adapters[name].data() if c.title == "Reward"]
         steps = [*([0] if name in names[:at_start] else []), 1, *([2] if name != "a.1" else [])]
         assert (chart.lines[0].x, chart.lines[0].y) == (steps, [(s + ord(name[0])) / 200 for s in steps])
+
+
+def test_only_charts_that_are_open_are_sent_and_only_lines_that_change_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_three(tmp_path)
+    client = TestClient(application([folder], TOKEN))
+
+    def data(*shown: str) -> PageData:
+        answer = client.get(f"/{TOKEN}/data", params=[("open", one) for one in shown])
+        return msgspec.json.decode(answer.content, type=PageData)
+
+    places = [f"plots-{name}" for name in ("alpha", "beta", "gamma")]
+    for shown in ([], places[1:2], places):
+        found = data(*shown)
+        assert [section.id for section in found.sections] == ["run", *shown]
+        assert re.findall(r'class="plots" id="(.*?)"', found.body) == ["run", *shown]
+        assert re.findall(r'data-plots="(.*?)"', found.body) == places, "what a reader can open"
+    whole = Page(write_report(folder).read_text(encoding="utf-8")).data
+    assert found.sections == whole.sections
+    assert [section.id for section in Page(client.get(f"/{TOKEN}/").text).data.sections] == ["run"]
+    drawn: list[Curve] = []
+    thinned = Curve.thinned
+    monkeypatch.setattr(Curve, "thinned", lambda curve: (drawn.append(curve), thinned(curve))[1])
+    data(*places)
+    assert drawn == [], "nothing is new"
+    with MetricsWriter(folder) as writer:
+        writer.write(step_record(step=4, version=4, time_s=40.0, adapter="gamma", reward_mean=0.5))
+    [alpha, beta, gamma] = data(*places).sections[1:]
+    assert [alpha, beta] == whole.sections[1:3]
+    assert gamma.charts[0].lines[0].y == [*whole.sections[3].charts[0].lines[0].y, 0.5]
+    # The reward twice, alone and beside the others, and its share, its clock and its staleness once.
+    assert 0 < len(drawn) <= 8
+
+
+@pytest.mark.parametrize(("adapters", "stretches"), [(1, 320), (16, 320), (64, 80), (1000, 32)])
+def test_lines_have_fewer_points_beyond_sixteen_adapters(adapters: int, stretches: int) -> None:
+    charts = RunCharts([str(i) for i in range(adapters)])
+    for step in range(8000):
+        charts.add(step_record(step=step, version=step, time_s=step, adapter="0", reward_mean=step * step % 997 / 997))
+    assert stretches < len(charts.adapters["0"].data()[0].lines[0].x) <= 4 * (stretches + 1)
 
 
 def test_a_page_of_one_adapter_has_no_records_of_others() -> None:
