@@ -10,6 +10,7 @@ adapter: places come free as groups end.
 """
 
 import asyncio
+import heapq
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -183,19 +184,23 @@ class Admission(FairQueue):
     def admit(self) -> None:
         """Start groups until no adapter has one, or no place remains."""
         self._settle()
-        candidates, waiting = list(self._accounts), list[str]()
-        while (
-            candidates and sum(a.claim.sequences * a.adapter.running for a in self._accounts.values()) < self.sequences
-        ):
-            first = min(candidates, key=self.time)
-            start = self.time(first)
-            if self._accounts[first].adapter.start_one():
-                for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
-                    account = self._accounts[name]
-                    self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
-            else:
-                candidates.remove(first)
+        taken, waiting = sum(account.sequences for account in self._accounts.values()), list[str]()
+        candidates = [(self.time(name), place, name) for place, name in enumerate(self._accounts)]
+        heapq.heapify(candidates)
+        while candidates and taken < self.sequences:
+            start, place, first = candidates[0]
+            account = self._accounts[first]
+            taken -= account.sequences
+            started = account.adapter.start_one()
+            taken += account.sequences
+            if not started:
+                heapq.heappop(candidates)
                 waiting.append(first)
+                continue
+            heapq.heapreplace(candidates, (self.time(first), place, first))
+            for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
+                account = self._accounts[name]
+                self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
 
     def _settle(self) -> None:
         known = [a.estimate / a.claim.sequences for a in self._accounts.values() if a.answered]
@@ -216,6 +221,11 @@ class Account:
     def __post_init__(self) -> None:
         self.claim = self.adapter.claim
         self.estimate = float(self.claim.sequences)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the groups in flight."""
+        return self.claim.sequences * self.adapter.running
 
     @property
     def in_flight(self) -> float:
