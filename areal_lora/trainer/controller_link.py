@@ -137,7 +137,8 @@ class ControllerLink:
 
     def end(self, adapter: str, reason: str = "") -> None:
         """Nothing more is needed of ``adapter``: the controller stops its rollouts, for whatever reason."""
-        self._evals[adapter].pending.clear()
+        for of_adapters in (self._evals, self._ledgers, self._runs):
+            of_adapters.pop(adapter, None)
         self._client.end(adapter)
 
     def evaluate_if_due(self, ref: AdapterRef) -> None:
@@ -160,7 +161,7 @@ class ControllerLink:
 
     def record_evals(self, results: Iterable[m.EvalResult]) -> None:
         for result in results:
-            tracker = self._evals[result.adapter]
+            tracker = self._evals.get(result.adapter, EvalTracker())  # its adapter may have ended
             tracker.pending.discard(result.version)
             for name, reason in result.failed.items():
                 log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
