@@ -199,21 +199,24 @@ def measure(sweep: Sweep, records: Iterable[r.Record], end: float = math.inf) ->
     """
     start = sweep.decisions[-1].step if sweep.decisions else 0
     rewards: dict[str, dict[int, float]] = {key: {} for key in sweep.remaining}
-    evals: dict[str, tuple[int, float]] = {}
+    evals: dict[str, dict[int, float]] = {}
     states: dict[str, AdapterPhase] = {}
     for record in records:
         match record:
             case r.StepRecord(adapter=key, step=step) if key in rewards and start <= step < end:
                 rewards[key] |= {} if record.reward_mean is None else {step: record.reward_mean}
-            case r.EvalRecord(adapter=key, version=version, order=0) if version <= end:
+            case r.EvalRecord(adapter=key, version=version, order=0):
                 value = record.reward_mean if record.accuracy is None else record.accuracy
                 if value is not None:
-                    evals[key] = max(evals.get(key, (0, value)), (version, value))
+                    evals.setdefault(key, {})[version] = value
             case r.AdapterStateRecord(adapter=key, state=phase):
                 states[key] = phase
             case r.ResumeRecord(adapter=key):
                 states.pop(key, None)  # a failed one is tried again
-    found: Mapping[str, float | None] = {key: value for key, (_, value) in evals.items()}
+    # The version of the step may have retired before its evaluation: a newer one was measured.
+    found: Mapping[str, float | None] = {
+        key: of[min((version for version in of if version >= end), default=max(of))] for key, of in evals.items()
+    }
     if sweep.by is Measure.REWARD:
         found = {k: statistics.fmean(v[step] for step in sorted(v)[len(v) // 2 :]) for k, v in rewards.items() if v}
     return {key: None if states.get(key) is AdapterPhase.FAILED else found.get(key) for key in rewards}

@@ -13,7 +13,9 @@ PROBLEMS_SHOWN = 3
 WINDOW = 20
 """Steps that warnings and the remaining time are computed over."""
 KEPT = 512
-"""The number of newest steps and publishes in memory; staleness and shares are shown over these steps."""
+"""The number of newest steps and publishes in memory; staleness and shares are shown over these steps.
+
+Of an adapter that is deleted its last step and evaluation remain."""
 
 
 def publish_problem(record: records.PublishRecord) -> str | None:
@@ -81,6 +83,9 @@ class AdapterView:
             case records.AdapterStateRecord(steps=steps):
                 self._recorded = record
                 self.total = self.total if steps is None else steps
+                if record.state is AdapterPhase.DELETED:  # a service has any number of them
+                    self.steps = deque([*self.steps][-1:], maxlen=KEPT)
+                    self._evals = deque([*self._evals][-1:], maxlen=KEPT)
 
     def new_problems(self) -> list[str]:
         """Call after each step: warnings, another behaviour correction, and faults of rollouts.

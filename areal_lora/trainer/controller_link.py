@@ -75,15 +75,15 @@ class ControllerLink:
 
     def next_work(
         self,
-        wanted: Sequence[AdapterRef],
+        of_turns: Callable[[], Sequence[AdapterRef]],
         draining: Collection[str],
         interruption: Callable[[], Work | None],
         wait_s: float = SHORT_POLL_S,
     ) -> Work:
-        """Wait for a batch of the first of ``wanted`` that has one, consumed at that version.
+        """Wait for a batch of the first adapter of ``of_turns`` that has one, consumed at that version.
 
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
-        ``interruption``, which is called every ``wait_s``. Evaluations that finish meanwhile are recorded.
+        ``interruption``. Both are called every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
         lines = WaitingLines()
         shown = ""
@@ -91,6 +91,7 @@ class ControllerLink:
             drained = next((name for name in draining if not self._evals[name].pending), None)
             if drained is not None:
                 return Finish(adapter=drained)
+            wanted = of_turns()
             if (waiting := self._waiting(wanted, draining)) != shown:
                 shown = waiting
                 self._recorder.status(waiting)
@@ -139,7 +140,8 @@ class ControllerLink:
 
     def end(self, adapter: str, reason: str = "") -> None:
         """Nothing more is needed of ``adapter``: the controller stops its rollouts, for whatever reason."""
-        self._evals[adapter].pending.clear()
+        for of_adapters in (self._evals, self._ledgers, self._runs):
+            of_adapters.pop(adapter, None)
         self._client.end(adapter)
 
     def evaluate_if_due(self, ref: AdapterRef) -> None:
@@ -162,14 +164,14 @@ class ControllerLink:
 
     def record_evals(self, results: Iterable[m.EvalResult]) -> None:
         for result in results:
-            tracker = self._evals[result.adapter]
+            tracker = self._evals.get(result.adapter, EvalTracker())  # its adapter may have ended
             tracker.pending.discard(result.version)
             for name, reason in result.failed.items():
                 log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
             for found in result.sets:
                 if found.order == 0:
                     figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
-                    tracker.results[result.version] = Evaluation(**figures, measure=found.measure)
+                    tracker.results[found.version] = Evaluation(**figures, measure=found.measure)
                 self._recorder.evaluation(found)
             if result.retired:
                 tracker.newest = max(tracker.results.keys() | tracker.pending, default=-1)

@@ -79,7 +79,7 @@ def start(trainer: Trainer, state: TrainingState) -> None:
     """Publish the version that the adapter starts with; from then on it is active, or drains.
 
     Evaluations that were pending in the restored checkpoint are requested again: servers that kept running still hold
-    a version or two; in place of any other version a later one is evaluated.
+    a version or two; in place of any other version the newest one is evaluated.
     """
     with contained(trainer, state):
         if trainer.rank_0:

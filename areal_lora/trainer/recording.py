@@ -43,6 +43,10 @@ class RateMeter:
         """The counters of ``adapter`` start at 0 now."""
         self._marks[adapter] = (now_s, 0, 0.0)
 
+    def end(self, adapter: str) -> None:
+        """No step of ``adapter`` follows."""
+        self._marks.pop(adapter, None)
+
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> step_metrics.Metrics:
         """Rates since the adapter's previous step; unknown if a counter decreased.
 
@@ -153,7 +157,14 @@ class Recorder:
             )
 
     def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str, steps: int | None = None) -> None:
-        """Record that the adapter is in ``phase`` from now on; see `AdapterStateRecord` for ``steps``."""
+        """Record that the adapter is in ``phase`` from now on; see `AdapterStateRecord` for ``steps``.
+
+        What is kept for its next step ends with it: reports have arrays over all tokens of a batch.
+        """
+        if phase in (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.DELETED):
+            self._batches.pop(ref.name, None)
+            self._learned.pop(ref.name, None)
+            self._meter.end(ref.name)
         self._writer.write(
             records.AdapterStateRecord(
                 adapter=ref.name,

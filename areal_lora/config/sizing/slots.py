@@ -5,7 +5,7 @@
                                                                            | otherwise: max_staleness
 
 Under ``finish`` every adapter's sequences may hold each version that is still trainable. Under ``interrupt`` and
-``keep`` sequences follow the newest version, so the adapters share the rest.
+``keep`` sequences follow the newest version, so the adapters share the rest. Adapters are evaluated one by one.
 
 A job has one pool, or one for each component of a heterogeneous Slurm job. Nodes are numbered over all pools.
 

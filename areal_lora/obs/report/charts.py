@@ -19,6 +19,8 @@ from areal_lora.obs.metrics.records import Record, ResumeRecord, StepRecord, fig
 
 STRETCHES = 320
 """Half the width of a chart in pixels; more would not be visible."""
+FULL, FEWEST = 16, 32
+"""Adapters whose lines have all stretches, and stretches of a line among any number of adapters."""
 STEP, VERSION, MINUTES = "optimizer step", "version", "minutes since the start"
 
 
@@ -76,13 +78,16 @@ class ClockData(msgspec.Struct, frozen=True, kw_only=True):
 class Curve:
     """Points of one line, in any order of x."""
 
-    def __init__(self) -> None:
+    def __init__(self, stretches: int = STRETCHES) -> None:
+        self._stretches = stretches
         self._x, self._y = array("d"), array("d")
+        self._lines: dict[tuple[str, float], Line] = {}
 
     def add(self, x: float, y: float) -> None:
+        self._lines.clear()
         self._x.append(x)
         self._y.append(y)
-        if len(self._x) > 8 * STRETCHES:
+        if len(self._x) > 8 * self._stretches:
             self._x, self._y = (array("d", column.tobytes()) for column in self.thinned())
 
     def thinned(self) -> tuple[np.ndarray, np.ndarray]:
@@ -90,16 +95,18 @@ class Curve:
         x, y = np.array(self._x), np.array(self._y)
         order = np.lexsort((y, x))
         x, y = x[order], y[order]
-        stretches = x // max(1.0, (x[-1] - x[0]) / STRETCHES) if len(x) else x
+        stretches = x // max(1.0, (x[-1] - x[0]) / self._stretches) if len(x) else x
         ends = np.flatnonzero(np.diff(stretches, append=np.inf))
         starts, by_height = np.append(0, ends[:-1] + 1)[: len(ends)], np.lexsort((y, stretches))
         kept = np.unique(np.concatenate([starts, ends, by_height[starts], by_height[ends]]))
         return x[kept], y[kept]
 
     def line(self, name: str, scale: float = 1.0) -> Line:
-        """The thinned points, x times ``scale``."""
-        x, y = self.thinned()
-        return Line(name, [*map(_short, (x * scale).tolist())], [*map(_short, y.tolist())])
+        """The thinned points, x times ``scale``; kept until the next point, for a live page."""
+        if (name, scale) not in self._lines:
+            x, y = self.thinned()
+            self._lines[name, scale] = Line(name, [*map(_short, (x * scale).tolist())], [*map(_short, y.tolist())])
+        return self._lines[name, scale]
 
 
 def _short(value: float) -> float:
@@ -216,12 +223,13 @@ def _line_of(tag: str) -> tuple[Chart, str] | None:
 class Charts:
     """The charts of one adapter: ``add`` valid records (`iter_metrics`), then take ``data``."""
 
-    def __init__(self) -> None:
+    def __init__(self, stretches: int = STRETCHES) -> None:
+        self._stretches = stretches
         self._resumed: list[float] = []
         self._by_client = False
         self._curves: dict[str, dict[str, Curve]] = {chart.title: {} for chart in CHARTS}
         self._by_tag: dict[str, Curve | None] = {}
-        self._seconds, self._tokens, self._trained = Curve(), Curve(), 0
+        self._seconds, self._tokens, self._trained = Curve(stretches), Curve(stretches), 0
 
     def add(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):
@@ -241,7 +249,7 @@ class Charts:
     def _new_line(self, tag: str) -> Curve | None:
         """The curve of a tag; None where no chart shows it."""
         found = _line_of(tag)
-        curve = self._by_tag[tag] = found and self._curves[found[0].title].setdefault(found[1], Curve())
+        curve = self._by_tag[tag] = found and self._curves[found[0].title].setdefault(found[1], Curve(self._stretches))
         return curve
 
     def curves(self, chart: Chart, name: str) -> dict[str, Curve]:
@@ -267,17 +275,19 @@ class RunCharts:
     """The charts of each adapter, and those of several together. ``add`` valid records (`iter_metrics`)."""
 
     def __init__(self, adapters: Sequence[str]) -> None:
-        self.adapters = {name: Charts() for name in adapters}
+        # The page of many adapters is not larger than that of `FULL`.
+        stretches = max(FEWEST, STRETCHES * FULL // max(FULL, len(adapters)))
+        self.adapters = {name: Charts(stretches) for name in adapters}
         self._tokens: Counter[str] = Counter()
-        self._shares = {name: Curve() for name in adapters}
+        self._shares = {name: Curve(stretches) for name in adapters}
 
     def add(self, record: Record) -> None:
         if isinstance(record, StepRecord) and record.adapter in self._shares:
             self._tokens[record.adapter] += record.trained_tokens
             share = self._tokens[record.adapter] / max(1, self._tokens.total())
             self._shares[record.adapter].add(record.time_s, share)
-        only = next(iter(self.adapters)) if len(self.adapters) == 1 else None
-        if (charts := self.adapters.get(only or record.adapter)) is not None:
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else ""
+        if (charts := self.adapters.get(record.adapter or only)) is not None:
             charts.add(record)
 
     def together(self, compared: Sequence[str]) -> list[Chart]:

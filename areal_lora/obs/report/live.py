@@ -1,6 +1,7 @@
 """Serve the page of runs in progress on this machine: ``areal-lora page``, or a process beside the run (`run.page`).
 
     browser --GET /TOKEN/ (page), /TOKEN/data (PageData; 304 if nothing changed)--> this process --reads--> run folders
+              with ``open``, the places of charts that are not closed, as often as there are some
               /TOKEN/rollouts, /TOKEN/group (of inspector), /TOKEN/rollouts.parquet, with the run's number as ``run``
 
 The token in the path keeps other users of the machine, and other pages of the browser, out.
@@ -12,7 +13,7 @@ import hashlib
 import io
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -40,20 +41,27 @@ T = TypeVar("T")
 
 
 class LiveRun:
-    """A run whose page follows its records: a refresh reads the new ones alone, unless a resume made old ones void."""
+    """A run whose page follows its records: a refresh reads the new ones alone.
+
+    It reads all where a resume made old ones void, or an adapter has joined; one that has left stays.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._tail, self.page = folder, MetricsTail(folder), RunPage(folder)
 
     def refresh(self) -> RunPage:
         """Read new records. Raises OSError, and ConfigError for a line that is not a record."""
-        void = False
+        void, names = False, {""}
         while records := self._tail.read_new():
             void = void or any(isinstance(record, ResumeRecord) for record in records)
+            names.update(record.adapter for record in records)
             for record in () if void else records:
                 self.page.add(record)
-        if void:
-            self.page = RunPage(self._folder)
+        if not void and names <= self.page.runs.keys() | {""}:
+            return self.page
+        newer = RunPage(self._folder, known=self.page.runs)
+        if void or newer.runs.keys() != self.page.runs.keys():
+            self.page = newer
             for record in iter_metrics(self._folder, self._tail.offset):  # later ones come with the next refresh
                 self.page.add(record)
         return self.page
@@ -66,8 +74,8 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
     """
     runs = [LiveRun(folder) for folder in folders]
 
-    def newest() -> PageData:
-        return pages_of([run.refresh() for run in runs])
+    def newest(opened: Collection[str] = ()) -> PageData:
+        return pages_of([run.refresh() for run in runs], opened)
 
     newest()
 
@@ -75,7 +83,7 @@ def application(folders: Sequence[RunFolder], token: str) -> Starlette:
         return HTMLResponse(page_text(newest(), live=True), headers={"Referrer-Policy": "no-referrer"})
 
     async def data(request: Request) -> Response:
-        body = msgspec.json.encode(newest())
+        body = msgspec.json.encode(newest(request.query_params.getlist("open")))
         tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304)

@@ -8,7 +8,7 @@ import re
 import statistics
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, ends_of, read_config, with_joined
+from areal_lora.config.recorded import AdapterRun, adapter_runs, config_digest, read_config, with_joined
 from areal_lora.obs.console import duration, eval_text, label, number, percent
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, StepRecord
@@ -86,22 +86,26 @@ def page_text(data: PageData, *, live: bool = False) -> str:
 
 
 class RunPage:
-    """One run: ``add`` valid records (`iter_metrics`), then take ``data``. ``shown``: the text of its configuration."""
+    """One run: ``add`` valid records (`iter_metrics`), then take ``data``. ``shown``: the text of its configuration.
+
+    Adapters that left are among those of the run if they are ``known``.
+    """
 
     def __init__(
-        self, folder: RunFolder, shown: Callable[[Config], str] = lambda config: config.model_dump_json(indent=2)
+        self,
+        folder: RunFolder,
+        shown: Callable[[Config], str] = lambda config: config.model_dump_json(indent=2),
+        known: Mapping[str, AdapterRun] | None = None,
     ) -> None:
         self.folder = folder
         self.config = with_joined(read_config(folder), folder)
         self._digest, self._shown = config_digest(folder), shown
-        self.runs = adapter_runs(self.config)
+        self.runs = {**(known or {}), **adapter_runs(self.config)}
         self.figures, self.charts = RunFigures(list(self.runs)), RunCharts(list(self.runs))
-        self.view = RunView(ends_of(self.config))
+        self.view = RunView({name: run.end for name, run in self.runs.items()})
         self.rollouts = RolloutIndex(folder)
-        self._sections: dict[str, list[ChartSection]] = {}  # by prefix, until the next record
 
     def add(self, record: Record) -> None:
-        self._sections.clear()
         self.figures.add(record)
         self.charts.add(record)
         self.view.add(record)
@@ -113,36 +117,41 @@ class RunPage:
     def clocks(self) -> dict[str, ClockData]:
         return {name: charts.clock() for name, charts in self.charts.adapters.items()}
 
-    def sections(self, prefix: str = "") -> list[ChartSection]:
-        """The charts of the run and of each of several adapters; ``prefix`` distinguishes runs of one page."""
-        if prefix not in self._sections:
-            self._sections[prefix] = [*self._drawn(prefix)]
-        return self._sections[prefix]
+    def sections(self, prefix: str = "", opened: Collection[str] | None = None) -> list[ChartSection]:
+        """The charts of the run, and of several adapters those with their ids in ``opened``, by default all.
 
-    def _drawn(self, prefix: str) -> Iterator[ChartSection]:
+        ``prefix`` distinguishes runs of one page.
+        """
         clocks = self.clocks()
         if not self.several:
             charts = next(iter(self.charts.adapters.values())).data()
-            yield ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)
-            return
+            return [ChartSection(id=f"{prefix}run", charts=charts, clocks=clocks)]
         compared = [name for name, run in self.runs.items() if not run.endless]
-        yield ChartSection(id=f"{prefix}run", charts=self.charts.together(compared), clocks=clocks)
-        for name, found in self.charts.adapters.items():
-            yield ChartSection(id=f"{prefix}plots-{name}", charts=found.data(), clocks={name: clocks[name]})
+        ids = {name: f"{prefix}plots-{name}" for name in self.runs}
+        return [
+            ChartSection(id=f"{prefix}run", charts=self.charts.together(compared), clocks=clocks),
+            *(
+                ChartSection(id=ids[name], charts=found.data(), clocks={name: clocks[name]})
+                for name, found in self.charts.adapters.items()
+                if opened is None or ids[name] in opened
+            ),
+        ]
 
-    def data(self, prefix: str = "") -> PageData:
-        sections = self.sections(prefix)
+    def data(self, prefix: str = "", opened: Collection[str] | None = None) -> PageData:
+        """See `sections`; places of charts that are not ``opened`` are empty."""
+        sections = self.sections(prefix, opened)
         title, rollouts = self.config.run.name, [self.rollouts.overview()]
-        return PageData(title=title, body=self._body(sections), sections=sections, rollouts=rollouts)
+        return PageData(title=title, body=self._body(prefix, sections), sections=sections, rollouts=rollouts)
 
-    def _body(self, sections: Sequence[ChartSection]) -> str:
+    def _body(self, prefix: str, sections: Sequence[ChartSection]) -> str:
         folder, config, total = self.folder, self.config, self.figures.total
         subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {self._digest[:12]}"
         if self.several:
             run = overview(folder, self.runs, self.figures) + charts(sections[0])
+            drawn = {section.id: section for section in sections}
             adapters = "<h2>Each adapter</h2>" + "".join(
-                _section(name, run, self.figures.adapters[name], section)
-                for (name, run), section in zip(self.runs.items(), sections[1:], strict=True)
+                _section(name, run, self.figures.adapters[name], prefix, drawn.get(f"{prefix}plots-{name}"))
+                for name, run in self.runs.items()
             )
         else:
             run = f"{boxes(headlines(total))}\n<h2>The run</h2>{charts(sections[0])}"
@@ -294,16 +303,15 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
     return f"{boxes(total)}{table('Adapters', rows)}<h2>The run</h2>"
 
 
-def _section(name: str, run: AdapterRun, its: Figures, section: ChartSection) -> str:
+def _section(name: str, run: AdapterRun, its: Figures, prefix: str, section: ChartSection | None) -> str:
     """An adapter: its state with the reason; its figures and charts when it is chosen."""
     why = f": {its.recorded.reason}" if its.recorded and its.recorded.reason else ""
     about = f"{_state(run, its)} after {_made(run, its)} steps{why} · seed {run.seed} · weight {run.weight:g} · "
     about += "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
-    place = escape(section.id.replace("plots-", "adapter-", 1))
     return (
-        f'<section id="{place}"><details>'
+        f'<section id="{escape(f"{prefix}adapter-{name}")}"><details data-plots="{escape(f"{prefix}plots-{name}")}">'
         f"<summary><strong>{escape(name)}</strong> <span>{escape(about)}</span></summary>"
-        f"{boxes(headlines(its))}{charts(section)}</details></section>"
+        f"{boxes(headlines(its))}{charts(section) if section else ''}</details></section>"
     )
 
 

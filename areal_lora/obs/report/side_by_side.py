@@ -1,7 +1,7 @@
 """Several runs on one page: their figures, where their configurations differ, and their curves in the same charts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any
 
@@ -35,10 +35,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def pages_of(runs: Sequence[RunPage]) -> PageData:
-    """The page of one run, or of several side by side. Runs of one name get numbers."""
+def pages_of(runs: Sequence[RunPage], opened: Collection[str] | None = None) -> PageData:
+    """The page of one run, or of several side by side, see `RunPage.data`. Runs of one name get numbers."""
     if len(runs) == 1:
-        return runs[0].data()
+        return runs[0].data(opened=opened)
     names = [run.config.run.name for run in runs]
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
     named = dict(zip(names, runs, strict=True))
@@ -58,7 +58,7 @@ def pages_of(runs: Sequence[RunPage]) -> PageData:
     body += table("Where the configurations differ", rows) + f"<h2>Curves</h2>{charts(together)}"
     sections, rollouts = [together], list[RolloutOverview]()
     for i, (name, run) in enumerate(named.items()):
-        page = run.data(f"run{i}-")
+        page = run.data(f"run{i}-", opened)
         body += f"<details><summary>{escape(name)}</summary>{page.body}</details>"
         sections += page.sections
         rollouts += [msgspec.structs.replace(of_run, run=name) for of_run in page.rollouts]

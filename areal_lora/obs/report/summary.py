@@ -101,17 +101,17 @@ class Figures:
 
 
 class RunFigures:
-    """Figures of the run in ``total``, of each of ``adapters`` by name; a run with one has the same for both."""
+    """Figures of the run in ``total``, of each of ``adapters`` by name. A record without a name is of the only one."""
 
     def __init__(self, adapters: Sequence[str]) -> None:
         self.total = Figures()
-        several = len(adapters) != 1
-        self.adapters = {name: Figures() if several else self.total for name in adapters}
+        self.adapters = {name: Figures() for name in adapters}
 
     def add(self, record: records.Record) -> None:
         self.total.add(record)
-        if len(self.adapters) > 1 and record.adapter in self.adapters:
-            self.adapters[record.adapter].add(record)
+        only = next(iter(self.adapters)) if len(self.adapters) == 1 else ""
+        if (figures := self.adapters.get(record.adapter or only)) is not None:
+            figures.add(record)
 
     def share(self, name: str) -> float:
         """The adapter's part of all trained tokens; 0 before the first step."""

@@ -202,9 +202,10 @@ class GroupSums(msgspec.Struct, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of ``adapter@v{version}``: the sets in the order of the configuration.
+    """The evaluation requested of ``adapter@v{version}``: the sets in the order of the configuration.
 
-    ``failed`` has the reasons of those without a record, by name. ``retired``: servers no longer hold the version.
+    The records are of a newer version if no server held that one any more. ``failed`` has the reasons of those without
+    a record, by name. ``retired``: for some of them no server held the version.
     """
 
     adapter: str

@@ -56,6 +56,7 @@ class Controller:
         self._session = f"{self._birth}:"
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self._one_evaluation = asyncio.Lock()  # it holds its version on the servers, which have one slot for that
         self._admission = Admission(adapters)
         for runtime in adapters.values():
             runtime.start = self._start
@@ -262,14 +263,19 @@ class Controller:
         if key in self._evaluating or key in waiting:
             return m.Ack()
 
+        def newer(retired: AdapterRef) -> AdapterRef:
+            newest = self._router.newest(retired)
+            own = (newest.name, newest.version, request.tag) in self._evaluating
+            return retired if own else newest
+
         async def evaluate() -> None:
             # The trainer may send the request before its background publish is announced.
             while runtime.feed.newest < request.version:
                 await self._changes.next()
-            if runtime.one_evaluation.locked():
-                log.info("evaluation %s of %s waits for the previous one", request.tag, ref)
-            async with runtime.one_evaluation:
-                result = await runtime.evaluator.run(ref, request.tag)
+            if self._one_evaluation.locked():
+                log.info("evaluation %s of %s waits for another one", request.tag, ref)
+            async with self._one_evaluation:
+                result = await runtime.evaluator.run(ref, request.tag, newer)
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]

@@ -5,16 +5,16 @@ other; the result has all of them, so that an evaluation that is cut off is repe
 counted twice.
 
 Half of what the servers take belongs to training rollouts, and seven eighths while the trainer waits for a batch. The
-evaluations in progress divide the rest equally; one alone has all of it. Each may always have one request in progress,
-however large: an evaluation that waited for the others would lose its version meanwhile.
+rest is for the evaluation in progress, which may always have one request, however large: between two requests it would
+lose its version.
 """
 
 import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -69,19 +69,17 @@ class Changes:
 
 
 class EvalPlaces:
-    """``sequences`` that evaluations may have at once. Requests in progress are never cut off."""
+    """``sequences`` that the evaluation in progress may have at once.
+
+    Its requests are admitted in the order in which they were made, and never cut off.
+    """
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
         self._trainer_waits = False
-        self._evaluations = 0
+        self._taken = 0
+        self._turn = asyncio.Lock()
         self.changes = Changes()
-
-    @property
-    def each(self) -> int:
-        """Sequences of each evaluation in progress."""
-        sequences = self._sequences // GIVES_WAY if self._trainer_waits else self._sequences
-        return sequences // max(1, self._evaluations)
 
     def trainer_waits(self, waits: bool) -> None:
         self._trainer_waits = waits
@@ -91,41 +89,26 @@ class EvalPlaces:
         self._sequences = sequences
         self.changes.notify()
 
-    @contextmanager
-    def share(self) -> "Iterator[Share]":
-        """The part of one evaluation, while it is in progress."""
-        self._evaluations += 1
-        try:
-            yield Share(self)
-        finally:
-            self._evaluations -= 1
-            self.changes.notify()
-
-
-class Share:
-    """Requests of one evaluation, admitted in the order in which they were made."""
-
-    def __init__(self, places: EvalPlaces) -> None:
-        self._places = places
-        self._taken = 0
-        self._turn = asyncio.Lock()
+    def _full(self, sequences: int) -> bool:
+        most = self._sequences // GIVES_WAY if self._trainer_waits else self._sequences
+        return self._taken > 0 and self._taken + sequences > most
 
     @asynccontextmanager
     async def take(self, sequences: int) -> AsyncIterator[None]:
         async with self._turn:
-            while self._taken and self._taken + sequences > self._places.each:
-                await self._places.changes.next()
+            while self._full(sequences):
+                await self.changes.next()
             self._taken += sequences
         try:
             yield
         finally:
             self._taken -= sequences
-            self._places.changes.notify()
+            self.changes.notify()
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Evaluates one adapter; its requests take ``places``, which the evaluations of all adapters share.
+    """Evaluates one adapter; its requests take ``places``, those of all adapters.
 
     ``workflows`` are by the name of a set; their client is pinned, so all answers are of the version that is evaluated.
     ``seed`` is the run's: a problem is sampled with the same seed at every version. ``base`` has the results of
@@ -139,8 +122,13 @@ class Evaluator:
     seed: int = 0
     base: BaseEvals = field(default_factory=BaseEvals)
 
-    async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason."""
+    async def run(
+        self, ref: AdapterRef, tag: str, newer: Callable[[AdapterRef], AdapterRef] = lambda ref: ref
+    ) -> EvalResult:
+        """Never raises for faults of servers, scorers or workflows: ``failed`` states the reason.
+
+        If no server holds ``ref`` any more, the records are of ``newer(ref)``, in the result of ``ref``.
+        """
         sets, failed, retired = list[EvalRecord](), dict[str, str](), False
         for order, chosen in enumerate(self.sets):
             measure = partial(self._set, chosen, ref)
@@ -152,8 +140,12 @@ class Evaluator:
                 own = {"name": chosen.name, "measure": chosen.measure, "order": order, "tag": tag}
                 sets.append(msgspec.structs.replace(found, **own))
             except ArealLoraError as error:
+                gone = isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
+                retired |= gone
+                if gone and not sets and (other := newer(ref)) != ref:
+                    log.info("evaluation %s of %s is of %s: no server holds it any more", tag, ref, other)
+                    return msgspec.structs.replace(await self.run(other, tag), version=ref.version)
                 failed[chosen.name] = str(error)
-                retired |= isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
             except Exception as error:  # fault boundary: a user's workflow or reward; other adapters train on
                 log.exception("evaluation of %s on %s", ref, chosen.name)
                 failed[chosen.name] = f"{type(error).__name__}: {error}"
@@ -163,22 +155,20 @@ class Evaluator:
 
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalRecord:
         start = time.monotonic()
-        with self.places.share() as share:
-            prompts = chosen.held_out.prompts
-            answers = await all_samples(self._problem(chosen, ref, prompt, share) for prompt in prompts)
+        answers = await all_samples(self._problem(chosen, ref, prompt) for prompt in chosen.held_out.prompts)
         # In a thread: the bootstrap of a large set takes a second.
         return await asyncio.to_thread(
             record_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
 
-    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Answer]:
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt) -> list[Answer]:
         """Repeats what may succeed later. Raises the last GenerationFault, but for what the workflow does wrong."""
         workflow, n_samples = self.workflows[chosen.name], chosen.config.n_samples
         seed = derived_seed(self.seed, chosen.name, prompt.uid)
         failures = user_failures = 0
         while True:
             try:
-                async with share.take(n_samples):
+                async with self.places.take(n_samples):
                     return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
             except GenerationFault as fault:
                 # A dead server is restarted; a retired version is not restored.

@@ -10,6 +10,7 @@ adapter: places come free as groups end.
 """
 
 import asyncio
+import heapq
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Capacity:
         return max(1, math.ceil(servers * self.sequences / self.n_samples))
 
     def evaluated(self, servers: int) -> int:
-        """Sequences that the evaluations of all adapters may have at once: the other half is for training rollouts."""
+        """Sequences that an evaluation may have at once: the other half is for training rollouts."""
         return servers * self.sequences // 2
 
 
@@ -60,10 +61,9 @@ class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
     ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
-    are not needed any more. ``close`` ends the scorers of one that joins. ``one_evaluation``: an evaluation holds its
-    version on the servers, which have room for one of each adapter beside those that are rolled out. ``seed`` is the
-    adapter's. ``take_costs`` returns what the rewards spent since its last call. ``failure`` is why its rollouts have
-    ended, None while they have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
+    are not needed any more. ``close`` ends the scorers of one that joins. ``seed`` is the adapter's. ``take_costs``
+    returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None while they
+    have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
     """
 
     feed: AdapterFeed
@@ -74,7 +74,6 @@ class AdapterRuntime:
     capacity: Capacity
     weight: float
     events: list[m.EvalResult] = field(default_factory=list)
-    one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: m.AdapterFailed | None = None
     paused: bool = False
     texts: bool = True
@@ -185,19 +184,23 @@ class Admission(FairQueue):
     def admit(self) -> None:
         """Start groups until no adapter has one, or no place remains."""
         self._settle()
-        candidates, waiting = list(self._accounts), list[str]()
-        while (
-            candidates and sum(a.claim.sequences * a.adapter.running for a in self._accounts.values()) < self.sequences
-        ):
-            first = min(candidates, key=self.time)
-            start = self.time(first)
-            if self._accounts[first].adapter.start_one():
-                for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
-                    account = self._accounts[name]
-                    self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
-            else:
-                candidates.remove(first)
+        taken, waiting = sum(account.sequences for account in self._accounts.values()), list[str]()
+        candidates = [(self.time(name), place, name) for place, name in enumerate(self._accounts)]
+        heapq.heapify(candidates)
+        while candidates and taken < self.sequences:
+            start, place, first = candidates[0]
+            account = self._accounts[first]
+            taken -= account.sequences
+            started = account.adapter.start_one()
+            taken += account.sequences
+            if not started:
+                heapq.heappop(candidates)
                 waiting.append(first)
+                continue
+            heapq.heapreplace(candidates, (self.time(first), place, first))
+            for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
+                account = self._accounts[name]
+                self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
 
     def _settle(self) -> None:
         known = [a.estimate / a.claim.sequences for a in self._accounts.values() if a.answered]
@@ -218,6 +221,11 @@ class Account:
     def __post_init__(self) -> None:
         self.claim = self.adapter.claim
         self.estimate = float(self.claim.sequences)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the groups in flight."""
+        return self.claim.sequences * self.adapter.running
 
     @property
     def in_flight(self) -> float:

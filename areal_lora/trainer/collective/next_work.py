@@ -11,7 +11,7 @@ others wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -32,7 +32,7 @@ from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.training_state import Rank0, Trainer
-from areal_lora.types import AdapterPhase, TrainBatch
+from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 
 RETRY_S = 1.0
 """Before a checkpoint that could not be written is tried again."""
@@ -198,8 +198,17 @@ def _decide(trainer: Trainer, rank_0: Rank0, changes: Changes) -> w.Work:
         return operation
     poll_s = 0.0 if operation else CLIENT_POLL_S if clients else SHORT_POLL_S
     interruption = partial(_interruption, trainer, changes, w.Waiting(trainer.control))
-    refs = [trainer.states[name].ref for name in wanted]
-    return rank_0.controller.next_work(refs, draining, interruption, poll_s)
+    return rank_0.controller.next_work(partial(_with_slots, trainer, wanted), draining, interruption, poll_s)
+
+
+def _with_slots(trainer: Trainer, names: Sequence[str]) -> list[AdapterRef]:
+    """The adapters ``names`` without those whose publish waits for a slot, unless all do.
+
+    A step ends with the start of the next publish, which waits for that one, and with it the steps of all others.
+    """
+    publishes = {name: trainer.publishing.pending(name) for name in names}
+    free = [name for name, publish in publishes.items() if publish is None or not publish.waits_for_slot()]
+    return [trainer.states[name].ref for name in free or names]
 
 
 def _interruption(trainer: Trainer, changes: Changes, waiting: w.Waiting) -> w.Work | None:

@@ -237,6 +237,10 @@ class PublishJob:
     def ref(self) -> AdapterRef:
         return self.manifest.ref
 
+    def waits_for_slot(self) -> bool:
+        """Whether a server had no slot for it and it has not ended since (rank 0)."""
+        return self.full_s is not None and not self.outcome.done()
+
     def failed(self) -> bool:
         """Whether ``wait`` would raise at once."""
         return self.outcome.done() and self.outcome.exception() is not None

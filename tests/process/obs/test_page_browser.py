@@ -111,6 +111,25 @@ def test_adapters_are_compared_and_one_is_shown_when_chosen(browser: Browser, tm
     assert visit.problems == []
 
 
+def test_the_charts_of_an_adapter_follow_the_run_while_they_are_open(browser: Browser, tmp_path: Path) -> None:
+    folder = make_three(tmp_path, turns=8)
+    with live_page(folder) as address:
+        visit = Visit(browser, address)
+        assert visit.page.evaluate("data.sections.map((one) => one.id)") == ["run"]
+        visit.page.locator("#adapter-alpha summary").click()
+        visit.wait("document.querySelector('#plots-alpha figure')")
+        visit.page.locator("#plots-alpha figure").first.scroll_into_view_if_needed()
+        visit.wait("[...drawn.values()].some((e) => e.plot && e.section.id === 'plots-alpha')")
+        with MetricsWriter(folder) as writer:
+            writer.write(step_record(step=4, version=4, time_s=40.0, adapter="alpha", reward_mean=0.125))
+        visit.wait("data.sections[1]?.charts[0].lines[0].y.at(-1) === 0.125")
+        assert visit.page.evaluate("data.sections.map((one) => one.id)") == ["run", "plots-alpha"]
+        assert visit.page.locator("#plots-alpha").is_visible()
+        visit.page.locator("#adapter-alpha summary").click()
+        visit.wait("data.sections.length === 1")
+        assert visit.problems == []
+
+
 def test_cells_of_a_table_have_room_on_a_phone(browser: Browser, tmp_path: Path) -> None:
     folder = make_three(tmp_path)
     set_status(folder, "trainer", 0, "computes gradients of alpha, step 3")

@@ -73,9 +73,11 @@ class Visit:
 
     def scroll_through(self) -> None:
         """Open every part and bring every chart into view for a frame: they are drawn then."""
+        self.page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        sent = "data.sections.some((section) => section.id === one.dataset.plots)"
+        self.wait(f"[...document.querySelectorAll('details[data-plots]')].every((one) => {sent})")
         self.page.evaluate(
-            "async () => { document.querySelectorAll('details').forEach((one) => { one.open = true; });"
-            " for (let y = 0; y < document.body.scrollHeight; y += 600)"
+            "async () => { for (let y = 0; y < document.body.scrollHeight; y += 600)"
             " { scrollTo(0, y); await new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r))); } }"
         )
         self.wait("[...drawn.values()].every((e) => e.plot)")

@@ -244,8 +244,8 @@ class Side:
     def _next_work(self, wanted: Any, draining: Any, interruption: Callable[[], Work | None], wait_s: float) -> Work:
         """The controller: a batch is always there for adapters beside."""
         while True:
-            if wanted:
-                return TrainOn(adapter=wanted[0].name, batch=PackedGroups.of([]))
+            if refs := wanted():
+                return TrainOn(adapter=refs[0].name, batch=PackedGroups.of([]))
             if (work := interruption()) is not None:
                 return work
             if self.stop.is_set():

@@ -60,7 +60,7 @@ def wait_for_rollouts() -> Work | None:
         states={NAME: TrainingState(adapter=adapter, phase=AdapterPhase.ACTIVE)},
         control=exchange,
         rank_0=rank_0 if exchange.rank == 0 else None,
-        publishing=SimpleNamespace(failed=lambda: None, changed=lambda: False),
+        publishing=SimpleNamespace(failed=lambda: None, changed=lambda: False, pending=lambda _: None),
     )
     return next_work(trainer)
 

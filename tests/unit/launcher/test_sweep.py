@@ -223,6 +223,15 @@ def test_of_equal_trials_the_first_continues_and_failed_ones_never_do() -> None:
     )
 
 
+def test_a_trial_whose_version_had_retired_is_scored_by_the_newer_one_that_was_evaluated() -> None:
+    sweep = planned(RATES, "eval.every_steps=3", by=Measure.EVALUATION)[1]
+    keys = [trial.key for trial in sweep.trials]
+    measured = [(key, version, (version + n) / 20) for n, key in enumerate(keys) for version in (0, 3 + n, 9)]
+    written = [evaluation(*one) for one in measured]
+    assert sweeps.measure(sweep, written, 3) == {key: (3 + 2 * n) / 20 for n, key in enumerate(keys)}
+    assert sweeps.measure(sweep, written) == {key: (9 + n) / 20 for n, key in enumerate(keys)}
+
+
 # ---------------------------------------------------------------- the run folder
 
 

@@ -12,7 +12,7 @@ from areal_lora.config.recorded import steps_of
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.records import AdapterStateRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.run_view import RunView
+from areal_lora.obs.run_view import KEPT, RunView
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.clocks import Clock
@@ -44,6 +44,17 @@ def test_each_adapter_has_its_own_steps_state_and_evaluations() -> None:
     assert view.only is None
     # 8 x 200, 3 x 100 and 4 x 50 tokens.
     assert view.shares() == {"alpha": 1600 / 2100, "beta": 300 / 2100, "gamma": 200 / 2100}
+
+
+@pytest.mark.parametrize("phase", [AdapterPhase.DELETED, AdapterPhase.PAUSED])
+def test_of_a_deleted_adapter_the_last_step_and_evaluation_are_kept(phase: AdapterPhase) -> None:
+    view = view_of()
+    alpha = view.adapters["alpha"]
+    before = alpha.steps_done, alpha.last_eval, alpha.steps[-1], view.shares()
+    view.add(AdapterStateRecord(adapter="alpha", state=phase, version=8, time_s=99.0))
+    assert (alpha.steps_done, alpha.last_eval, alpha.steps[-1], view.shares()) == before
+    assert (len(alpha.steps), len(alpha._evals)) == ((1, 1) if phase is AdapterPhase.DELETED else (8, 3))
+    assert alpha.steps.maxlen == KEPT
 
 
 @pytest.mark.parametrize(

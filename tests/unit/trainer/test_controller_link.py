@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -51,6 +52,11 @@ class Client:
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         self.asked.append(ref.version)
+
+    def join(self, *_: Any) -> str:
+        return ""
+
+    def end(self, adapter: str) -> None: ...
 
 
 def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
@@ -176,3 +182,20 @@ def test_a_set_that_fails_costs_no_other_its_record(tmp_path: Path) -> None:
     link.record_evals([msgspec.structs.replace(result, sets=(second,), failed={"lost": "version_retired"})])
     assert [(e.name, e.order) for e in read_metrics(tmp_path).evals] == [("held-out", 1)]
     assert link.state(NAME).evaluations == {}
+
+
+def test_nothing_is_kept_of_an_adapter_that_has_left_and_its_late_evaluation_is_recorded(tmp_path: Path) -> None:
+    """Ledger snapshots are as large as what is in flight, and a service has any number of adapters."""
+    link, _ = make(tmp_path, config("m"))
+    adapter: Any = SimpleNamespace(name="a.1", config=config("m").adapters[0], run=link._runs[NAME])
+    for _ in range(2):
+        assert not link.join(adapter, 0, ControllerState(ledger=b"x" * 100))
+        link.request_eval(AdapterRef(name="a.1", version=0))
+        assert link.state("a.1").pending == {0}
+        link.end("a.1")
+        assert [*link._ledgers] == [*link._evals] == [*link._runs] == [NAME]
+    link.record_evals([msgspec.structs.replace(held_out(0), adapter="a.1")])
+    assert len(read_metrics(tmp_path).evals) == 1
+    assert link.state(NAME).evaluations == {}
+    link.end(NAME)
+    link.end(NAME)

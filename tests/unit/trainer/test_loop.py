@@ -22,6 +22,7 @@ from areal_lora.trainer.collective.next_work import catch_up, collect_audit, joi
 from areal_lora.trainer.loop import save_and_publish, start_audit
 from areal_lora.trainer.work import Finish, PublishFault, RolloutFault, SetPhase, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
+from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.clocks import seen
 from tests.support.distributed.spawn import RanksFailed, run_ranks
@@ -47,7 +48,9 @@ class Controller:
         self._log, self._works = log, works
 
     def next_work(self, wanted: Any, draining: Any, interruption: Callable[[], Work | None], wait_s: float) -> Work:
-        self._log.append(f"want {' '.join(map(str, wanted))}" + (f", {' '.join(draining)} drains" if draining else ""))
+        self._log.append(
+            f"want {' '.join(map(str, wanted()))}" + (f", {' '.join(draining)} drains" if draining else "")
+        )
         return interruption() or self._works.pop(0)
 
 
@@ -55,6 +58,10 @@ class Publishing:
     def __init__(self, log: list[str], changes: int) -> None:
         self._log, self._changes = log, changes
         self.broken: str | None = None
+        self.jobs: dict[str, PublishJob] = {}
+
+    def pending(self, adapter: str) -> PublishJob | None:
+        return self.jobs.get(adapter)
 
     def failed(self) -> str | None:
         return self.broken
@@ -113,6 +120,22 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
     assert trainer.log.pop() == "want , c drains"
     states[2].phase = AdapterPhase.DONE
     assert next_work(trainer) is None
+
+
+def test_an_adapter_whose_publish_waits_for_a_slot_takes_no_step_while_others_can() -> None:
+    """The step would wait for the slot at its end, and all others with it."""
+    trainer: Any = Trainer([state(name) for name in "abc"], [Finish(adapter="x")] * 4)
+    parts: Any = dict.fromkeys(("manifest", "layout", "shard", "probe", "budget"))
+    jobs = trainer.publishing.jobs = {name: PublishJob(**parts, began_s=0.0) for name in "abc"}
+    seen: list[str] = []
+    for full, ended in (("", ""), ("ab", ""), ("abc", ""), ("abc", "b")):
+        for name in full:
+            jobs[name].full_s = 1.0
+        for name in ended:
+            jobs[name].outcome.set_result(SimpleNamespace())
+        next_work(trainer)
+        seen.append(trainer.log.pop())
+    assert seen == ["want a@v3 b@v3 c@v3", "want c@v3", "want a@v3 b@v3 c@v3", "want b@v3"]
 
 
 def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is_awaited() -> None:

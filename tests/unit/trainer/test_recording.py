@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -32,7 +34,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.step_metrics import Window
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock, wait_until
 from tests.support.obs.page import Page
 from tests.support.rollout.helpers import NAME, config, stream, trajectory
@@ -64,6 +66,29 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     given = replace(batch, given=torch.ones_like(batch.given))
     recorder.step(AdapterRef(name=NAME, version=2), given, report, {0: 8}, spans)
     assert "train/sampled_nll" not in read_metrics(tmp_path).steps[-1].metrics
+
+
+@pytest.mark.parametrize("phase", ["done", "failed", "deleted", "paused"])
+def test_nothing_over_the_tokens_of_a_batch_is_kept_of_an_adapter_that_has_ended(tmp_path: Path, phase: str) -> None:
+    """A report has arrays over all tokens, a batch the rollouts: 17 MiB a million tokens, and adapters come and go."""
+    groups = (TrajectoryGroup(uid="0:a", trajectories=(trajectory(stream().at(0), 0),)),)
+    recorder = Recorder(RunFolder(tmp_path), [NAME, "b"], {}, time.monotonic())
+    kept: list[weakref.ref[Any]] = []
+    for name in (NAME, "b"):
+        logprobs = torch.ones(4)
+        report = LearnReport(
+            sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0, logprobs=logprobs
+        )
+        recorder.step(AdapterRef(name=name, version=1), collate(PackedGroups.of(groups)), report, {0: 8}, Spans())
+        received = msgspec.structs.replace(EMPTY, adapter=name, groups=groups)
+        recorder.batch(received)
+        kept += [weakref.ref(logprobs)]
+        del logprobs, report
+    recorder.phase(AdapterRef(name=NAME, version=1), AdapterPhase(phase), "")
+    gc.collect()
+    assert [one() is not None for one in kept] == [phase == "paused", True]
+    assert [*recorder._batches] == ([NAME, "b"] if phase == "paused" else ["b"])
+    assert [*recorder._meter._marks] == [*recorder._batches]
 
 
 def test_a_step_has_the_use_of_the_machines(tmp_path: Path) -> None:

@@ -203,7 +203,9 @@ async function follow() {
     await new Promise((done) => setTimeout(done, PERIOD_MS));
     if (document.hidden) continue;
     try {
-      const answer = await fetch("data", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      const open = [...document.querySelectorAll("details[data-plots]")].filter((one) => one.open);
+      const query = new URLSearchParams(open.map((one) => ["open", one.dataset.plots]));
+      const answer = await fetch(`data?${query}`, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
       if (answer.status === 200) { tag = answer.headers.get("ETag") ?? ""; update(await answer.json()); }
       else if (answer.status !== 304) throw new Error(`status ${answer.status}`);
       byId("state").textContent = "live";

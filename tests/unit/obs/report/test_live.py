@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,24 @@ import pytest
 from starlette.testclient import TestClient
 
 from areal_lora.cli.find_run import local_processes
+from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import Record, ResumeRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report import live
+from areal_lora.obs.report.charts import Curve, RunCharts
 from areal_lora.obs.report.inspector import GroupView, RolloutHead, RolloutPage
-from areal_lora.obs.report.live import application
-from areal_lora.obs.report.page import PageData
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.obs.report.live import LiveRun, application
+from areal_lora.obs.report.page import PageData, write_report
+from areal_lora.obs.report.summary import RunFigures
+from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, RunFolder, write_desired
 from areal_lora.run_folder.status import forget_sessions, read_statuses
 from tests.support.clocks import wait_until
-from tests.support.obs.fake_run import ADAPTER, make_run
+from tests.support.obs.fake_run import ADAPTER, make_config, make_run
 from tests.support.obs.page import Page
 from tests.support.obs.records import step_record
 from tests.support.obs.rollouts import keep, step_rollouts
+from tests.support.obs.three_adapters import make_three
 
 TOKEN = "a token"
 
@@ -122,6 +128,102 @@ def test_a_step_that_comes_while_the_page_is_made_anew_counts_once(
     client.get(f"/{TOKEN}/data")
     monkeypatch.undo()
     assert rewards(msgspec.json.decode(client.get(f"/{TOKEN}/data").content, type=PageData)) == [*before, 0.5]
+
+
+@pytest.mark.parametrize("at_start", [0, 1, 2])
+def test_adapters_that_join_are_shown_as_on_a_page_that_is_opened_later(tmp_path: Path, at_start: int) -> None:
+    """The last one to join has a step; the first has left, the page has known it if it was there at the start."""
+    folder, data = RunFolder(tmp_path), make_config().model_dump(mode="json")
+    settings = {key: value for key, value in data["adapters"][0].items() if key != "name"}
+    generations = count(1)
+    made = data | {"adapters": [], "service": {}, "rollout": {"max_adapters": 4, "max_lora_rank": 8}}
+    folder.config.write_text(Config.model_validate(made).model_dump_json())
+    names = ["a.1", "b.1", "c.1"]
+
+    def desire(those: list[str]) -> None:
+        adapters = (DesiredAdapter(name=name[0], incarnation=1, adapter=settings) for name in those)
+        write_desired(folder, DesiredAdapters(generation=next(generations), adapters=tuple(adapters)))
+
+    def train(those: list[str], step: int) -> None:
+        with MetricsWriter(folder) as writer:
+            for name in those:
+                made = step_record(step=step, version=step, time_s=step, adapter=name, staleness={0: 10})
+                writer.write(msgspec.structs.replace(made, metrics={"train/reward_mean": (step + ord(name[0])) / 200}))
+
+    desire(names[:at_start])
+    train(names[:at_start], 0)
+    run = LiveRun(folder)
+    run.refresh()
+    desire(names)
+    train(names, 1)
+    assert run.refresh().data() == LiveRun(folder).refresh().data()
+    assert {name: figures.steps for name, figures in run.page.figures.adapters.items()} == {
+        name: 1 + (name in names[:at_start]) for name in names
+    }
+    desire(names[1:])
+    train(names[1:], 2)
+    page = run.refresh()
+    assert (list(page.runs), page.figures.total.steps) == (names, 5 + at_start)
+    desire([*names[1:], "d.1"])
+    train(["d.1"], 0)
+    page = run.refresh()
+    assert set(page.runs) == {*names, "d.1"}, "one that has left stays"
+    for name in names:
+        [chart] = [c for c in page.charts.adapters[name].data() if c.title == "Reward"]
+        steps = [*([0] if name in names[:at_start] else []), 1, *([2] if name != "a.1" else [])]
+        assert (chart.lines[0].x, chart.lines[0].y) == (steps, [(s + ord(name[0])) / 200 for s in steps])
+
+
+def test_only_charts_that_are_open_are_sent_and_only_lines_that_change_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_three(tmp_path)
+    client = TestClient(application([folder], TOKEN))
+
+    def data(*shown: str) -> PageData:
+        answer = client.get(f"/{TOKEN}/data", params=[("open", one) for one in shown])
+        return msgspec.json.decode(answer.content, type=PageData)
+
+    places = [f"plots-{name}" for name in ("alpha", "beta", "gamma")]
+    for shown in ([], places[1:2], places):
+        found = data(*shown)
+        assert [section.id for section in found.sections] == ["run", *shown]
+        assert re.findall(r'class="plots" id="(.*?)"', found.body) == ["run", *shown]
+        assert re.findall(r'data-plots="(.*?)"', found.body) == places, "what a reader can open"
+    whole = Page(write_report(folder).read_text(encoding="utf-8")).data
+    assert found.sections == whole.sections
+    assert [section.id for section in Page(client.get(f"/{TOKEN}/").text).data.sections] == ["run"]
+    drawn: list[Curve] = []
+    thinned = Curve.thinned
+    monkeypatch.setattr(Curve, "thinned", lambda curve: (drawn.append(curve), thinned(curve))[1])
+    data(*places)
+    assert drawn == [], "nothing is new"
+    with MetricsWriter(folder) as writer:
+        writer.write(step_record(step=4, version=4, time_s=40.0, adapter="gamma", reward_mean=0.5))
+    [alpha, beta, gamma] = data(*places).sections[1:]
+    assert [alpha, beta] == whole.sections[1:3]
+    assert gamma.charts[0].lines[0].y == [*whole.sections[3].charts[0].lines[0].y, 0.5]
+    # The reward twice, alone and beside the others, and its share, its clock and its staleness once.
+    assert 0 < len(drawn) <= 8
+
+
+@pytest.mark.parametrize(("adapters", "stretches"), [(1, 320), (16, 320), (64, 80), (1000, 32)])
+def test_lines_have_fewer_points_beyond_sixteen_adapters(adapters: int, stretches: int) -> None:
+    charts = RunCharts([str(i) for i in range(adapters)])
+    for step in range(8000):
+        charts.add(step_record(step=step, version=step, time_s=step, adapter="0", reward_mean=step * step % 997 / 997))
+    assert stretches < len(charts.adapters["0"].data()[0].lines[0].x) <= 4 * (stretches + 1)
+
+
+def test_a_page_of_one_adapter_has_no_records_of_others() -> None:
+    """Those of one that had left before the page was opened; without a name a record is of the only one."""
+    charts, figures = RunCharts(["a"]), RunFigures(["a"])
+    for step, name in enumerate(("gone", "", "a")):
+        record = step_record(step=step, version=step, time_s=step, adapter=name, reward_mean=0.5)
+        charts.add(record)
+        figures.add(record)
+    assert charts.adapters["a"].data()[0].lines[0].x == [1, 2]
+    assert (figures.adapters["a"].steps, figures.total.steps) == (2, 3)
 
 
 def test_rollouts_are_queried_and_downloaded_of_the_run_that_is_named(tmp_path: Path) -> None:

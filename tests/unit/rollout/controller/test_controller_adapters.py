@@ -75,6 +75,40 @@ def test_results_of_every_adapter_come_with_any_reply(controller: Callable[..., 
     assert sorted(got) == sorted([NAME, "twin"])
 
 
+def test_adapters_are_evaluated_one_after_the_other_and_a_version_that_retires_meanwhile_is_the_newest(
+    controller: Callable[..., Running],
+) -> None:
+    """Slots of servers have room for one version that an evaluation holds, whatever the number of adapters."""
+    delays = {f"{NAME}@v1": 0.2}
+    server = FakeServer(delay_s=lambda k: delays.get(server.requests[k]["model"], 0.0))
+    run = controller(server, twins={"twin": {}, "third": {}}, eta=0)
+    for name in (NAME, "twin", "third"):
+        run.activate(0, name)
+        run.client.next_batch(name, 0)
+        run.activate(1, name)
+
+    def evaluated() -> list[str]:
+        return [request["model"] for request in server.requests if request.get("pin_version")]
+
+    run.client.request_eval(AdapterRef(name=NAME, version=1), "e")
+    wait_until(evaluated)
+    for name, version in (("twin", 1), ("third", 1), ("third", 2)):
+        run.client.request_eval(AdapterRef(name=name, version=version), "e")
+    for name in ("twin", "third"):
+        run.client.next_batch(name, 1)
+        server.models.discard(f"{name}@v1")
+        run.activate(2, name)
+    twin, third, again = (
+        run.client.wait_eval(AdapterRef(name=name, version=version), "e")
+        for name, version in (("twin", 1), ("third", 1), ("third", 2))
+    )
+    assert list(dict.fromkeys(evaluated())) == [f"{NAME}@v1", "twin@v1", "twin@v2", "third@v1", "third@v2"]
+    assert evaluated() == sorted(evaluated(), key=list(dict.fromkeys(evaluated())).index), "never two at a time"
+    assert (twin.version, [(found.version, found.step, found.n) for found in twin.sets]) == (1, [(2, 2, 40)])
+    assert "version_retired" in third.failed["held-out"], "version 2 has an evaluation of its own"
+    assert (again.version, [found.version for found in again.sets]) == (2, [2])
+
+
 def test_a_workflow_that_breaks_ends_its_adapter_only(
     controller: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

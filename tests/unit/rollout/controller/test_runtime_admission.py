@@ -13,7 +13,7 @@ import pytest
 
 from areal_lora.rollout.controller.runtime import Admission, Claim
 from tests.support.rollout.sharing import Profile, Sharing
-from tests.support.sizes import sample
+from tests.support.sizes import sample, size
 
 ENDLESS = 1 << 30
 
@@ -95,6 +95,61 @@ def test_a_newcomer_gets_the_places_that_come_free_until_it_has_its_part() -> No
         if adapters["b"].running == 4:
             break
     assert (adapters["a"].running, adapters["b"].running) == (4, 4)
+
+
+@dataclass
+class Noted(Adapter):
+    """Puts its ``name`` into ``order`` with each group that starts."""
+
+    name: str = ""
+    order: list[str] = field(default_factory=list)
+
+    def start_one(self) -> bool:
+        begins = super().start_one()
+        self.order += [self.name] * begins
+        return begins
+
+
+def slowly(admission: Admission, adapters: dict[str, Adapter]) -> None:
+    """`Admission.admit` with the smallest time and the sum of the places looked for anew at every group."""
+    admission._settle()
+    candidates, waiting, accounts = list(adapters), list[str](), admission._accounts
+    while candidates and sum(a.claim.sequences * a.running for a in adapters.values()) < admission.sequences:
+        first = min(candidates, key=admission.time)
+        start = admission.time(first)
+        if adapters[first].start_one():
+            for name in waiting:
+                step = 0.0 if adapters[name].idle else accounts[name].claim.groups * accounts[name].estimate
+                admission.catch_up(name, start, step)
+        else:
+            candidates.remove(first)
+            waiting.append(first)
+
+
+@pytest.mark.parametrize("seed", range(size(30, 600)))
+def test_groups_start_in_the_order_of_times_and_of_adapters_at_equal_ones(seed: int) -> None:
+    """Equal weights and few lengths make many times equal; adapters are added and have groups, or none, meanwhile."""
+    print("seed", seed)
+    started: list[list[str]] = []
+    for admit in (lambda admission, _: admission.admit(), slowly):
+        rng, order, adapters = random.Random(seed), list[str](), dict[str, Adapter]()
+        admission = Admission(adapters)
+        admission.sequences = rng.choice([8, 60, 400])
+        for turn in range(60):
+            if turn % 6 == 0:
+                claim = Claim(sequences=rng.choice([1, 8, 8]), groups=4, weight=rng.choice([1.0, 1.0, 2.0]))
+                adapters[f"{turn}"] = Noted(0, claim=claim, name=f"{turn}", order=order)
+                admission.add(f"{turn}", adapters[f"{turn}"])
+            for adapter in adapters.values():
+                if rng.random() < 0.3:
+                    adapter.left, adapter.idle = rng.choice([0, 1, 5, 50]), rng.random() < 0.1
+                for _ in range(rng.randrange(adapter.running + 1)):
+                    adapter.end(rng.choice([None, 8, 8, 16]))
+            admit(admission, adapters)
+            order.append("|")
+        started.append(order)
+    assert started[0] == started[1]
+    assert len(started[0]) > 60 + 10, "of 60 turns"
 
 
 @pytest.mark.parametrize("sequences", [0, 1])
