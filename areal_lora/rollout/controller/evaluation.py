@@ -140,9 +140,9 @@ class Evaluator:
                 own = {"name": chosen.name, "measure": chosen.measure, "order": order, "tag": tag}
                 sets.append(msgspec.structs.replace(found, **own))
             except ArealLoraError as error:
-                gone = isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
-                retired |= gone
-                if gone and not sets and (other := newer(ref)) != ref:
+                lost = isinstance(error, GenerationFault) and error.kind is FaultKind.RETIRED
+                retired |= lost
+                if lost and not sets and (other := newer(ref)) != ref:
                     log.info("evaluation %s of %s is of %s: no server holds it any more", tag, ref, other)
                     return msgspec.structs.replace(await self.run(other, tag), version=ref.version)
                 failed[chosen.name] = str(error)

@@ -133,10 +133,10 @@ def test_a_route_that_is_no_longer_there_is_no_experts(experts: int) -> None:
     shape, dtype = RouteShape(layers=1, per_token=1, experts=experts), np.uint8 if experts <= 256 else np.uint16
     blocks = [SimpleNamespace(block_id=1), SimpleNamespace(block_id=2)]
     kept = cpu_scheduler.KeptRoutes(mock.Mock(get_blocks=lambda name: SimpleNamespace(blocks=[blocks])), 12, 4)
-    first = SimpleNamespace(request_id="a", num_tokens=8, num_output_tokens=1)
+    first = SimpleNamespace(request_id="a", num_tokens=8, num_output_tokens=1, sampling_params=None)
     kept.take_output(first, {"a": np.full((7, 1, 1), experts - 1, dtype)})
     blocks[0] = SimpleNamespace(block_id=0)
-    again = SimpleNamespace(request_id="b", num_tokens=8, num_output_tokens=1)
+    again = SimpleNamespace(request_id="b", num_tokens=8, num_output_tokens=1, sampling_params=None)
     kept.start(again, blocks, 6)
     rows = kept.take_output(again, {"b": np.full((1, 1, 1), experts - 1, dtype)})
     none = int.from_bytes(b"\xff" * shape.n_bytes, "little")
