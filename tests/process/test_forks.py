@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from tests.support.cli.command import forked_python
 from tests.support.clocks import wait_until
-from tests.support.forks.starter import FOLDER
+from tests.support.forks.starter import FOLDER, starter_of
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -39,6 +41,17 @@ def test_a_fork_has_its_words_and_variables_in_proc() -> None:
         finally:
             process.kill()
     wait_until(lambda: not fork.is_running())
+
+
+def test_a_requester_that_is_killed_before_its_answer_does_not_end_the_parent() -> None:
+    """With which all forks of the session would end: a launcher may be stopped as it starts a role."""
+    starter = starter_of("json")
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect(starter.address)
+            request = json.dumps(["this", [], {}, os.getcwd()]).encode()
+            socket.send_fds(link, [request], [0, 1, 2])
+    assert "Namespaces are one honking great idea" in starter.output("this", [], 120.0)
 
 
 def has_ended(process: psutil.Process) -> bool:

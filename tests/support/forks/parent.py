@@ -66,7 +66,8 @@ def main() -> None:
                         os.close(number)
                     run(*json.loads(request), descriptors, asker)
                 forks[client] = pid
-                client.send(str(pid).encode())
+                with suppress(OSError):  # the requester has just ended: the next look kills the fork
+                    client.send(str(pid).encode())
             else:  # whoever waits for the imports
                 client.close()
             for number in descriptors:
