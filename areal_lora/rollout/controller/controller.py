@@ -74,11 +74,11 @@ class Controller:
             await runtime.roll_out(ticket)
         except LedgerError:
             raise  # all adapters have one ledger file
-        except ArealLoraError as error:
-            runtime.fail(error)
         except Exception as error:  # fault boundary: a user's workflow
-            log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
-            runtime.fail(error)
+            if not isinstance(error, ArealLoraError):
+                log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
+            if self._adapters.get(runtime.feed.name) is runtime:  # else it has left, and its ledger is closed
+                runtime.fail(error)
         self._admission.admit()
         self._changes.notify()
 
