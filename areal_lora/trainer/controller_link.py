@@ -171,6 +171,7 @@ class ControllerLink:
             for name, reason in result.failed.items():
                 log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
             for found in result.sets:
+                tracker.newest = max(tracker.newest, found.version)  # a newer one may have been measured
                 if found.order == 0:
                     figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
                     tracker.results[found.version] = Evaluation(**figures, measure=found.measure)

@@ -153,6 +153,18 @@ def test_a_pending_evaluation_whose_version_is_retired_is_made_of_the_next_one(
     assert [*link.state(NAME).evaluations] == [*measured, 54, 100]
 
 
+def test_the_version_after_one_that_was_measured_in_place_of_a_retired_one_is_not_due(tmp_path: Path) -> None:
+    made = config("m", steps=200)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 10})})
+    link, client = make(tmp_path, made)
+    for version in range(10, 41):
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        if version == 23:  # that of version 10 waited for those of others
+            link.record_evals([msgspec.structs.replace(held_out(23), version=10)])
+    assert client.asked == [10, 30], "30 has no result yet"
+    assert [*link.state(NAME).evaluations] == [23]
+
+
 def test_the_version_that_is_measured_in_place_of_a_retired_one_keeps_its_checkpoint(tmp_path: Path) -> None:
     link, client = make(tmp_path, config("m", steps=30))
     link.request_eval(AdapterRef(name=NAME, version=10))
