@@ -118,10 +118,12 @@ def plan_sweep(
         else:
             shared.append(text)
     combinations = list(itertools.product(*([f"{key}={v}" for v in values] for key, values in swept.items())))
-    if len(set(combinations)) < max(2, len(combinations)):
-        reason = f"the lists of values give {len(set(combinations))} different combinations of {len(combinations)}"
+    configs = [load_config(files, [*shared, *own]) for own in combinations]
+    different = len({config.model_dump_json() for config in configs})  # 1e-4 and 0.0001 are one value
+    if different < max(2, len(configs)):
+        reason = f"the lists of values give {different} different combinations of {len(configs)}"
         raise ConfigError("sweep", reason, "give lists of different values: adapters.0.optimizer.lr=[1e-4,3e-4]")
-    first, *_ = configs = [load_config(files, [*shared, *own]) for own in combinations]
+    first = configs[0]
     if len(first.adapters) != 1 or first.service is not None:
         raise ConfigError("adapters", "a sweep has one adapter and no service", "give a configuration of such a run")
     for key in SHARED:
@@ -259,13 +261,19 @@ def write_sweep(folder: RunFolder, sweep: Sweep) -> None:
 
 
 def record_sweep(folder: RunFolder, sweep: Sweep) -> None:
-    """Record a new sweep; one that is there continues. Raises ConfigError for another one."""
+    """Record a new sweep; one that is there continues, under its names. Raises ConfigError for another one."""
     recorded = read_sweep(folder)
     if recorded is None:
         write_sweep(folder, sweep)
-    elif msgspec.structs.replace(recorded, decisions=(), command=sweep.command) != sweep:
+    elif _compared(recorded) != _compared(sweep):
         fix = "give its values and options, choose another run.name, or start over with --fresh"
         raise ConfigError("run.name", f"{folder} holds a sweep of other trials or rungs", fix)
+
+
+def _compared(sweep: Sweep) -> Sweep:
+    """Without what may differ in one sweep: the decisions, and how its command and values are written."""
+    trials = tuple(msgspec.structs.replace(trial, name="", overrides=()) for trial in sweep.trials)
+    return msgspec.structs.replace(sweep, command=(), trials=trials, decisions=())
 
 
 def has_ended(folder: RunFolder) -> bool:

@@ -64,14 +64,15 @@ class ControllerLink:
         self._runs, self._client, self._recorder = adapter_runs(config), client, recorder
         self._evals = {name: EvalTracker.restored(state) for name, state in restored.items()}
         self._ledgers = {name: state.ledger for name, state in restored.items()}
+        self._moved: dict[str, tuple[int, int]] = {}  # of the newest reply
         replays = config.behaviour.router_replay == "rollout"
         self._routes = read_shape(Path(config.model.folder)).routes if replays else None
 
     def state(self, adapter: str) -> ControllerState:
-        tracker = self._evals[adapter]
-        return ControllerState(
-            ledger=self._ledgers[adapter], evaluations=dict(tracker.results), pending=frozenset(tracker.pending)
-        )
+        """A version that is measured in place of a retired one is pending: its checkpoint is kept."""
+        tracker, (retired, measured) = self._evals[adapter], self._moved.get(adapter, (-1, -1))
+        pending = frozenset(measured if version == retired else version for version in tracker.pending)
+        return ControllerState(ledger=self._ledgers[adapter], evaluations=dict(tracker.results), pending=pending)
 
     def next_work(
         self,
@@ -97,10 +98,11 @@ class ControllerLink:
                 self._recorder.status(waiting)
             reply = self._client.poll(wanted, wait_s)
             self.record_evals(self._client.take_events())
-            if isinstance(reply, m.Batch):
-                return self._received(reply)
             if isinstance(reply, m.AdapterFailed):
                 return RolloutFault(adapter=reply.adapter, reason=reply.reason, exit_code=reply.exit_code)
+            self._moved = reply.moved
+            if isinstance(reply, m.Batch):
+                return self._received(reply)
             self._recorder.beat()
             if (other := interruption()) is not None:
                 return other
@@ -140,7 +142,7 @@ class ControllerLink:
 
     def end(self, adapter: str, reason: str = "") -> None:
         """Nothing more is needed of ``adapter``: the controller stops its rollouts, for whatever reason."""
-        for of_adapters in (self._evals, self._ledgers, self._runs):
+        for of_adapters in (self._evals, self._ledgers, self._runs, self._moved):
             of_adapters.pop(adapter, None)
         self._client.end(adapter)
 
@@ -169,6 +171,7 @@ class ControllerLink:
             for name, reason in result.failed.items():
                 log.warning("evaluation %s of %s@v%d failed: %s", name, result.adapter, result.version, reason)
             for found in result.sets:
+                tracker.newest = max(tracker.newest, found.version)  # a newer one may have been measured
                 if found.order == 0:
                     figures = {"accuracy": found.accuracy, "reward_mean": found.reward_mean}
                     tracker.results[found.version] = Evaluation(**figures, measure=found.measure)

@@ -225,6 +225,7 @@ class Batch(ChannelMessage, frozen=True):
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
     ``reward_components`` are means of the reward's parts, each over the batch's samples that name it.
     ``reward_costs`` is what the rewards spent since the previous batch, also for evaluations and dropped groups.
+    ``moved`` has, by adapter, a requested version that no server held any more, and the one measured in its place.
     """
 
     adapter: str
@@ -238,6 +239,7 @@ class Batch(ChannelMessage, frozen=True):
     reward_components: dict[str, float] = {}
     reward_costs: dict[str, float] = {}
     dropped: tuple[DroppedGroup, ...] = ()
+    moved: dict[str, tuple[int, int]] = {}
 
 
 class Lacking(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,10 +258,11 @@ class Lacking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotReady(ChannelMessage, frozen=True):
-    """No full batch of a wanted adapter; ``events`` are evaluation results not yet delivered, of any adapter."""
+    """No full batch of a wanted adapter; ``events`` and ``moved`` are those of `Batch`."""
 
     lacking: tuple[Lacking, ...]
     events: tuple[EvalResult, ...] = ()
+    moved: dict[str, tuple[int, int]] = {}
 
 
 class AdapterFailed(ChannelMessage, frozen=True):

@@ -57,6 +57,7 @@ class Controller:
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._one_evaluation = asyncio.Lock()  # it holds its version on the servers, which have one slot for that
+        self._moved: dict[str, tuple[int, int]] = {}  # of that evaluation
         self._admission = Admission(adapters)
         for runtime in adapters.values():
             runtime.start = self._start
@@ -74,11 +75,11 @@ class Controller:
             await runtime.roll_out(ticket)
         except LedgerError:
             raise  # all adapters have one ledger file
-        except ArealLoraError as error:
-            runtime.fail(error)
         except Exception as error:  # fault boundary: a user's workflow
-            log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
-            runtime.fail(error)
+            if not isinstance(error, ArealLoraError):
+                log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
+            if self._adapters.get(runtime.feed.name) is runtime:  # else it has left, and its ledger is closed
+                runtime.fail(error)
         self._admission.admit()
         self._changes.notify()
 
@@ -247,8 +248,9 @@ class Controller:
         for runtime in self._adapters.values():
             runtime.events.clear()
         if isinstance(reply, m.Batch):
-            return msgspec.structs.replace(reply, events=events)
-        return m.NotReady(lacking=tuple(_lacking(runtime) for runtime, _ in wanted), events=events)
+            return msgspec.structs.replace(reply, events=events, moved=self._moved)
+        lacking = tuple(_lacking(runtime) for runtime, _ in wanted)
+        return m.NotReady(lacking=lacking, events=events, moved=self._moved)
 
     def _trainer_waits(self, waits: bool) -> None:
         """Whether the trainer has nothing to do until it has a batch, also between two of its requests for one."""
@@ -265,8 +267,10 @@ class Controller:
 
         def newer(retired: AdapterRef) -> AdapterRef:
             newest = self._router.newest(retired)
-            own = (newest.name, newest.version, request.tag) in self._evaluating
-            return retired if own else newest
+            if (newest.name, newest.version, request.tag) in self._evaluating:
+                return retired
+            self._moved = {retired.name: (retired.version, newest.version)}
+            return newest
 
         async def evaluate() -> None:
             # The trainer may send the request before its background publish is announced.
@@ -275,7 +279,10 @@ class Controller:
             if self._one_evaluation.locked():
                 log.info("evaluation %s of %s waits for another one", request.tag, ref)
             async with self._one_evaluation:
-                result = await runtime.evaluator.run(ref, request.tag, newer)
+                try:
+                    result = await runtime.evaluator.run(ref, request.tag, newer)
+                finally:
+                    self._moved = {}
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]

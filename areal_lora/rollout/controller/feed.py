@@ -123,13 +123,16 @@ class AdapterFeed:
     def end(self, *, leaves: bool = False) -> None:
         """Issue nothing more until another trainer's `hello`; abandon what runs.
 
-        Where the adapter ``leaves`` its ready groups wait again: their trajectories would stay in the ledger of all.
+        Where the adapter ``leaves`` its ready and leased groups wait again: their trajectories would stay in the ledger
+        of all. A checkpoint whose commit did not arrive is beyond the ledger's end: the next `hello` rebuilds it.
         """
         self.newest = NO_VERSION
         if leaves:
-            for seq, finished in self.groups.ready.items():
-                self._ledger.requeue(seq, finished.ticket.failed, finished.ticket.resampled)
-                self._ledger.table.delete_payload(seq)
+            for row in self._ledger.table.rows(GroupState.DONE, GroupState.LEASED):
+                self._ledger.requeue(row.seq, row.failed, row.resampled)
+                self._ledger.table.delete_payload(row.seq)
+            head = self._ledger.head
+            head.trainer, head.next_version = "", min(self.groups.leases, default=head.next_version)
             self.groups.load()
         for ticket in list(self.groups.running.values()):
             self.groups.on_expire(ticket)

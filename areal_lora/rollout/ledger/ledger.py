@@ -5,7 +5,7 @@
 
 A row is one issue of one prompt; ``(position, issue)`` is unique and identifies a request. At all times
 ``issued = consumed + dropped + live``. A rollback turns consumed rows into dropped ones; a prompt that is issued
-again after a drop gets a new row.
+again after a drop gets a new row. Where an adapter leaves, its done and leased rows become issued.
 
 Writes collect in one transaction until :meth:`Ledger.flush`. A controller that dies before loses them, which is
 harmless while no other process has seen them: see `controller.groups`.
@@ -323,7 +323,7 @@ class Ledger:
         self._move(seq, (_S.ISSUED,), _S.RUNNING, version=version)
 
     def requeue(self, seq: int, failed: int, resampled: int) -> None:
-        self._move(seq, (_S.RUNNING, _S.DONE), _S.ISSUED, failed=failed, resampled=resampled, newest=-1)
+        self._move(seq, LIVE[1:], _S.ISSUED, failed=failed, resampled=resampled, newest=-1, step=-1)
 
     def finish(self, seq: int, oldest: int, newest: int, payload: bytes) -> None:
         """A late answer may arrive while the group waits for its next try."""

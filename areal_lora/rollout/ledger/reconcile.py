@@ -233,20 +233,21 @@ class GroupCounts(msgspec.Struct, frozen=True):
 
 
 def write_counts(run_folder: RunFolder, file: LedgerFile) -> None:
-    """Write the counts of all adapters for `group_counts`, if the disk has room."""
+    """Write the counts of the adapters that have not left for `group_counts`, if the disk has room."""
     counts = {name: GroupCounts(ledger.counts, ledger.drop_reasons) for name, ledger in file.ledgers.items()}
     with contextlib.suppress(OSError):  # the ledger itself names a full disk
         write_file(run_folder.group_counts, msgspec.json.encode(counts))
 
 
 def group_counts(run_folder: RunFolder, *, ended: bool) -> dict[str, GroupCounts]:
-    """By adapter, as the controller wrote them last. Where it wrote none they are counted in a copy of the ledger.
+    """By adapter: of a running run as its controller wrote them last, else counted in a copy of the ledger.
 
-    A running controller writes the ledger, which has all trajectories: it is copied only once the run has ``ended``.
+    The ledger has adapters that have left, too, and all trajectories: it is copied only once the run has ``ended``.
     Raises RolloutError where the ledger is of another version or cannot be copied.
     """
-    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-        return msgspec.json.decode(run_folder.group_counts.read_bytes(), type=dict[str, GroupCounts])
+    if not ended:
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            return msgspec.json.decode(run_folder.group_counts.read_bytes(), type=dict[str, GroupCounts])
     if not ended or not run_folder.ledger.is_file():
         return {}
     with _copied(run_folder.ledger) as copy, contextlib.closing(sqlite3.connect(copy)) as db:

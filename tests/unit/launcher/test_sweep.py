@@ -119,6 +119,7 @@ def test_names_are_those_of_adapters(override: str, names: list[str]) -> None:
         (["run.seed=3"], "give 1 different combinations of 1"),
         (["adapters.0.rank=[4]"], "give 1 different"),
         (["adapters.0.rank=[4,4,8]"], "give 2 different combinations of 3"),
+        (["adapters.0.optimizer.lr=[1e-4,0.0001,1.0e-4]"], "give 1 different combinations of 3"),
         (["adapters.0.rank=[]"], "give 0 different"),
         (["adapters.0.seed=[1,2]"], r"adapters\.0\.seed: trials share it"),
         (["adapters.0.steps=[4,8]"], r"adapters\.0\.steps: trials share it"),
@@ -320,7 +321,12 @@ def test_the_folder_keeps_its_sweep(launched: Launched) -> None:
     sweeps.write_sweep(launched.folder, decided)
     sweeps.record_sweep(launched.folder, planned()[1])
     assert launched.sweep == decided
+    written_otherwise = planned("adapters.gsm8k.optimizer.lr=[0.0001,0.0003,1e-3,3.0e-3]")[1]
+    assert [trial.key for trial in written_otherwise.trials] != [trial.key for trial in decided.trials]
+    sweeps.record_sweep(launched.folder, written_otherwise)
+    assert launched.sweep == decided, "its adapters keep their names"
     for other in (
+        planned("adapters.0.optimizer.lr=[3e-4,1e-4,0.001,0.003]")[1],
         planned("adapters.0.optimizer.lr=[1e-4,3e-4,0.001,0.004]")[1],
         planned(rungs="1/8,1/2")[1],
         planned(by=Measure.EVALUATION)[1],

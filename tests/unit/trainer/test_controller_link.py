@@ -10,15 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from areal_lora.checkpoint.checkpoint_store import plan_deletions
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, SampleRecord
-from areal_lora.rollout.channel.channel_messages import EvalResult
+from areal_lora.rollout.channel.channel_messages import EvalResult, NotReady
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.controller_link import ControllerLink, evaluation_due
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.work import Finish
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, config
 
@@ -49,6 +51,13 @@ def test_when_an_evaluation_is_due(version: int, newest: int, every_steps: int, 
 class Client:
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.moved: dict[str, tuple[int, int]] = {}
+
+    def poll(self, *_: Any) -> NotReady:
+        return NotReady(lacking=(), moved=self.moved)
+
+    def take_events(self) -> tuple[EvalResult, ...]:
+        return ()
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         self.asked.append(ref.version)
@@ -142,6 +151,44 @@ def test_a_pending_evaluation_whose_version_is_retired_is_made_of_the_next_one(
         link.record_evals([held_out(each) for each in link.state(NAME).pending])
     assert client.asked == [50, 54, 100]
     assert [*link.state(NAME).evaluations] == [*measured, 54, 100]
+
+
+def test_the_version_after_one_that_was_measured_in_place_of_a_retired_one_is_not_due(tmp_path: Path) -> None:
+    made = config("m", steps=200)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 10})})
+    link, client = make(tmp_path, made)
+    for version in range(10, 41):
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        if version == 23:  # that of version 10 waited for those of others
+            link.record_evals([msgspec.structs.replace(held_out(23), version=10)])
+    assert client.asked == [10, 30], "30 has no result yet"
+    assert [*link.state(NAME).evaluations] == [23]
+
+
+def test_the_version_that_is_measured_in_place_of_a_retired_one_keeps_its_checkpoint(tmp_path: Path) -> None:
+    link, client = make(tmp_path, config("m", steps=30))
+    link.request_eval(AdapterRef(name=NAME, version=10))
+    present, newest = [10, 22, 23, 24, 25], [25, 24]
+
+    def kept(moved: dict[str, tuple[int, int]]) -> set[int]:
+        client.moved, other = moved, Finish(adapter="other")
+        assert link.next_work(lambda: (), [NAME], lambda: other) is other, "its evaluation has no result"
+        state = link.state(NAME)
+        return {*present}.difference(plan_deletions(present, newest, state.evaluations, state.pending))
+
+    assert kept({}) == {10, 24, 25}
+    assert kept({NAME: (10, 23)}) == {23, 24, 25}
+    assert link.state(NAME).pending == {23}, "a trainer that resumes requests one evaluation"
+    assert kept({"other": (10, 23)}) == {10, 24, 25}
+    assert kept({NAME: (9, 23)}) == {10, 24, 25}
+    assert kept({NAME: (10, 23)}) == {23, 24, 25}
+    link.record_evals([msgspec.structs.replace(held_out(23), version=10)])
+    assert link.state(NAME).pending == set()
+    assert [*link.state(NAME).evaluations] == [23]
+    kept_again: Any = SimpleNamespace(name=NAME, config=config("m").adapters[0], run=link._runs[NAME])
+    link.end(NAME)
+    link.join(kept_again, 20, ControllerState(pending=frozenset({10})))
+    assert link.state(NAME).pending == {10}, "what was measured before it left is over"
 
 
 def test_an_evaluation_that_fails_otherwise_is_not_repeated(tmp_path: Path) -> None:

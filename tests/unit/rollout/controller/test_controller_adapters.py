@@ -20,8 +20,9 @@ from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.runtime import Claim
-from areal_lora.rollout.ledger.ledger import LedgerError
+from areal_lora.rollout.controller.evaluation import EvalPlaces
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity, Claim
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerError, LedgerFile
 from areal_lora.rollout.ledger.reconcile import group_counts
 from areal_lora.rollout.routing import Router
 from areal_lora.run_folder.paths import RunFolder
@@ -29,7 +30,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import in_virtual_time, wait_until
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.helpers import NAME, CharTokenizer
+from tests.support.rollout.helpers import NAME, CharTokenizer, feed
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
@@ -352,3 +353,61 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
         assert closed == ["third", "busy", "slow", "busy"]
 
     in_virtual_time(run())
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_rollout_that_fails_after_its_adapter_has_left_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    """A user's workflow cleans up for longer than the controller waits, then fails; the adapter may have returned."""
+    monkeypatch.setattr(controller_module, "CUT_OFF_S", 0.5)
+    file, failed = LedgerFile(":memory:", "t"), list[str]()
+    other = Ledger(file, "other", "o")
+
+    class Slow:
+        async def run(self, prompt: Any, *_: Any) -> Any:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(5)
+                failed.append(prompt.uid)
+                raise RuntimeError("its cleanup fails")
+
+    async def open_adapter(_: bytes) -> AdapterRuntime:
+        tasks: dict[int, asyncio.Task[None]] = {}
+        made, _, _ = feed(file=file, version=None, b=1, eta=0, on_expire=lambda ticket: tasks[ticket.seq].cancel())
+        places: Any = SimpleNamespace(places=EvalPlaces(0))
+        capacity, workflow = Capacity(sequences=8, n_samples=2), Slow()
+        runtime = AdapterRuntime(
+            feed=made, tasks=tasks, workflow=workflow, evaluator=places, seed=0, capacity=capacity, weight=1.0
+        )
+        runtime.close = lambda: asyncio.sleep(0)
+        return runtime
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            one = Controller({}, Router(), tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
+            session = (await one.handle(m.Hello(trainer="t", versions={}, snapshots={}))).session  # type: ignore[union-attr]
+
+            async def join_and_roll_out() -> None:
+                await one.handle(m.JoinAdapter(session=session, adapter=NAME, config=b"", version=0))
+                servers = {"server-0": "http://none"}
+                await one.handle(m.AnnounceVersion(session=session, adapter=NAME, version=0, servers=servers))
+                assert one.adapter(NAME).running == 1
+                await asyncio.sleep(0.1)
+
+            await join_and_roll_out()
+            await one.handle(m.EndAdapter(session=session, adapter=NAME))
+            if returns:
+                await join_and_roll_out()
+            await asyncio.sleep(6)
+            assert len(failed) == 1
+            other.issue(0, 1)
+            other.flush()
+            if returns:
+                assert one.adapter(NAME).failure is None
+                assert one.adapter(NAME).running == 1
+                await one.handle(m.EndAdapter(session=session, adapter=NAME))
+
+    in_virtual_time(run())
+    file.close()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.rollout.channel import channel_messages as m
 from areal_lora.rollout.channel.channel_messages import NotReady
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.evaluation import EvalPlaces
+from areal_lora.rollout.controller.runtime import Claim
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef
-from tests.support.clocks import wait_until
+from tests.support.clocks import in_virtual_time, wait_until
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, config
 from tests.support.rollout.patient_client import PatientClient
@@ -171,3 +176,56 @@ def test_evaluations_give_way_while_the_trainer_waits_and_only_then(
     assert set(given[3:-1]) == {True}
     assert not given[-1], "until the batch is handed over"
     assert evaluate(run)
+
+
+def test_while_another_version_is_measured_every_reply_has_it() -> None:
+    """The trainer keeps the checkpoint of what it will have the figures of."""
+
+    async def run() -> None:
+        done, newest = asyncio.Event(), AdapterRef(name=NAME, version=23)
+
+        async def evaluate(ref: AdapterRef, tag: str, newer: Callable[[AdapterRef], AdapterRef]) -> m.EvalResult:
+            assert newer(ref) == (ref if ref == newest else newest)
+            await done.wait()
+            return m.EvalResult(adapter=NAME, version=ref.version, tag=tag, sets=())
+
+        places = SimpleNamespace(trainer_waits=lambda _: None)
+        runtime: Any = SimpleNamespace(
+            feed=SimpleNamespace(newest=23),
+            events=[],
+            ended=[],
+            running=0,
+            start_one=lambda: False,
+            evaluator=SimpleNamespace(run=evaluate, places=places),
+            hello=lambda *_, **__: None,
+            claim=Claim(sequences=1, groups=1, weight=1.0),
+        )
+        router: Any = SimpleNamespace(newest=lambda _: newest)
+        async with asyncio.TaskGroup() as tasks:
+            unused: Any = None
+            one = Controller({NAME: runtime}, router, tasks=tasks, stop=unused, open_adapter=unused)
+
+            async def greet(trainer: str) -> str:
+                return (await one.handle(m.Hello(trainer=trainer, versions={NAME: 25}, snapshots={}))).session  # type: ignore[union-attr]
+
+            async def poll(session: str) -> NotReady:
+                await asyncio.sleep(1)
+                reply = await one.handle(m.GetBatch(session=session, wanted=(), timeout_s=0.0))
+                assert isinstance(reply, NotReady)
+                return reply
+
+            session = await greet("first")
+            assert (await poll(session)).moved == {}
+            await one.handle(m.Evaluate(session=session, adapter=NAME, version=10, tag="e"))
+            for _ in range(2):
+                assert (await poll(session)).moved == {NAME: (10, 23)}
+            done.set()
+            last = await poll(session)
+            assert ([event.version for event in last.events], last.moved) == ([10], {})
+            done.clear()
+            await one.handle(m.Evaluate(session=session, adapter=NAME, version=11, tag="e"))
+            assert (await poll(session)).moved == {NAME: (11, 23)}
+            session = await greet("second")
+            assert (await poll(session)).moved == {}, "that evaluation was cut off"
+
+    in_virtual_time(run())

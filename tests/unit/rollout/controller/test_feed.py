@@ -604,3 +604,39 @@ def test_an_adapter_that_leaves_and_returns_loses_and_repeats_no_prompt() -> Non
         again.commit(step)
     assert sorted(positions) == [0, 1, 2, 3, 4, 5]
     assert running.prompt.position == 0
+
+
+@pytest.mark.parametrize("trainer", ["first", "second"])
+@pytest.mark.parametrize("version", range(5))
+def test_an_adapter_that_leaves_keeps_no_leased_trajectories_and_returns_from_any_checkpoint(
+    version: int, trainer: str
+) -> None:
+    """Steps 0 to 3 were handed over and 0 and 1 committed: versions 3 and 4 have commits that did not arrive."""
+    file = LedgerFile(":memory:", "t")
+    made, ledger, _ = feed(eta=2, b=2, file=file)
+    leases = []
+    for step in range(4):
+        made.announce(step)
+        for ticket in admit_all(made):
+            made.finish(ticket, episode(ticket.prompt, step))
+        leases.append(made.take(step))
+    made.commit(1)
+    assert ledger.counts[GroupState.LEASED] == 4
+    made.end(leaves=True)
+    assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    assert ledger.counts[GroupState.LEASED] == len(made.groups.leases) == 0
+    ledger.close()
+    again, _, _ = feed(eta=2, b=2, file=file, version=None)
+    learned = [lease for lease in leases[:version] if lease is not None]
+    again.hello(version, trainer=trainer, snapshot=learned[-1].snapshot if learned else b"")
+    positions = [finished.ticket.prompt.position for lease in learned for finished in lease.finished]
+    for step in range(version, 10):
+        again.announce(step)
+        for ticket in admit_all(again):
+            assert again.finish(ticket, episode(ticket.prompt, step))
+        lease = again.take(step)
+        assert lease is not None
+        positions += [finished.ticket.prompt.position for finished in lease.finished]
+        again.commit(step)
+    assert len(positions) == len(set(positions)) == 20, "no prompt twice"
+    assert {*range(8)} <= {*positions}, "none of those handed over is lost"

@@ -104,8 +104,28 @@ def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None
     counted = group_counts(run, ended=False)["math"]
     assert counted.states == {**found.states, GroupState.ISSUED: 2}, "of this moment, before any flush"
     assert counted.dropped == {"scorer": 1}
+    assert group_counts(run, ended=True) == {adapter: found}, "of the last flush"
     run.group_counts.write_bytes(b"")
-    assert group_counts(run, ended=True) == {adapter: found}, "damaged by a loss of power"
+    assert group_counts(run, ended=False) == {}, "damaged by a loss of power"
+
+
+def test_groups_of_adapters_that_have_left_are_counted_once_the_run_has_ended(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    file = LedgerFile(run.ledger, "run")
+    for n, name in enumerate(("trial-1", "trial-2", "trial-3"), 1):
+        ledger = Ledger(file, name, "the prompts")
+        for _ in range(n):
+            ledger.drop(ledger.issue(0, 1), "scorer")
+        if name != "trial-3":
+            ledger.close()
+    write_counts(run, file)
+    file.close()
+    assert {name: found.dropped for name, found in group_counts(run, ended=False).items()} == {"trial-3": {"scorer": 3}}
+    assert {name: found.dropped["scorer"] for name, found in group_counts(run, ended=True).items()} == {
+        "trial-1": 1,
+        "trial-2": 2,
+        "trial-3": 3,
+    }
 
 
 def test_the_counts_of_a_running_run_copy_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +135,7 @@ def test_the_counts_of_a_running_run_copy_no_ledger(tmp_path: Path, monkeypatch:
     write_ledger(tmp_path)
     write_counts(RunFolder(tmp_path), KEPT[-1])
     monkeypatch.setattr(shutil, "copy", copied)
-    for ended in (False, True):
-        assert sum(group_counts(RunFolder(tmp_path), ended=ended)["math"].states.values()) == 9
+    assert sum(group_counts(RunFolder(tmp_path), ended=False)["math"].states.values()) == 9
 
 
 def test_a_lost_ledger_is_rebuilt_from_the_snapshot(tmp_path: Path) -> None:
