@@ -347,8 +347,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
 def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> dict[str, Tensor]:
     """`Samples.parts` and weights of ``samples``; empty without any, or if those of an only reward are metrics.
 
-    They are its parts if they add up to it in most answers that have any: metrics do so by chance, such as one turn for
-    a reward of 1. What the others lack, such as a penalty without a name, is one more part.
+    They are its parts if more answers with several add up to it than answers with any do not: a single one does so by
+    chance, such as one turn for a reward of 1. What the others lack, such as a penalty without a name, is one more.
     """
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
@@ -356,12 +356,12 @@ def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> 
     parts = batch.components.double()[samples][:, [batch.component_names.index(name) for name in names]]
     factors = [weights.get(name, 1.0) for name in names]
     if not weights:
-        rewards, total = batch.rewards.double()[samples], parts.sum(1)
+        rewards, total, n_parts = batch.rewards.double()[samples], parts.sum(1), (parts != 0).sum(1)
         adds_up = torch.isclose(total, rewards, rtol=1e-5, atol=1e-5)
-        if int(torch.where(adds_up, 1, -1)[(parts != 0).any(1)].sum()) <= 0:
+        differ = int((~adds_up & (n_parts > 0)).sum())
+        if differ and int((adds_up & (n_parts > 1)).sum()) <= differ:
             return {}
-        parts = torch.cat([parts, torch.where(adds_up, 0.0, rewards - total)[:, None]], 1)
-        factors.append(1.0)
+        parts, factors = torch.cat([parts, torch.where(adds_up, 0.0, rewards - total)[:, None]], 1), [*factors, 1.0]
     return {"parts": parts, "weights": parts.new_tensor(factors)}
 
 

@@ -6,6 +6,7 @@ A verb's module is imported when the verb runs or is completed: ``areal-lora --h
 import contextlib
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -72,11 +73,16 @@ class _Verbs(TyperGroup):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Here a closed pipe is caught, as in `areal-lora logs RUN | head`: typer ends the process with 1 on one."""
+        """Here a closed output is caught, as in `areal-lora logs RUN | head`: typer ends the process with 1 on one."""
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:
+        except BrokenPipeError as error:
+            output = select.poll()
+            output.register(sys.stdout, 0)  # that no one reads it is reported without being named
+            if not output.poll(0):
+                reason = "a process or service closed its connection (fix: look into its log)"
+                raise EnvironmentError_(f"{error.strerror}: {reason}") from error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.DONE
         return code

@@ -343,9 +343,15 @@ def load_config(
     merged = KeyTree({}, {})
     for _, data in sources:
         merged = merge_maps(merged, data)
-    # A kind replaces its section, so it comes before the section's keys.
-    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".kind")):
-        merged = apply_override(merged, override)
+    # A kind replaces its section, so it comes before the section's keys, but not before what makes the section.
+    ordered = list[tuple[str, str]]()
+    for text in overrides:
+        key, at = text.partition("=")[0], len(ordered)
+        while key.endswith(".kind") and at and not key.startswith(ordered[at - 1][0]):
+            at -= 1
+        ordered.insert(at, (key.removesuffix(".kind") + ".", text))
+    for _, text in ordered:
+        merged = apply_override(merged, text)
     for section, keys in (given or {}).items():
         _add_given(merged, section, keys)
     _resolve_paths(merged)

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.tasks.sandbox.fence import Doors, limit_processes, raise_fence
+from areal_lora.tasks.sandbox.fence import Doors, count_threads, limit_processes, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 
 UNFENCED = 97  # exit status of a process that could not be fenced
@@ -88,7 +88,7 @@ class CodeRunner:
     """
 
     def __init__(self, settings: CodeSettings, scratch: Path) -> None:
-        self._settings, self._scratch = settings, scratch
+        self._settings, self._scratch, self._threads = settings, scratch, count_threads()
         verdict = self._run("", CodeTest(), START_S)
         if verdict is not Verdict.PASSED:
             reason = f"an empty program ends with {verdict} where it may read nothing but the interpreter and libraries"
@@ -101,6 +101,7 @@ class CodeRunner:
         Raises ValueError for a row without tests, EnvironmentError_ if a program cannot be fenced.
         """
         tests = row_tests(columns, self._settings)
+        self._threads = count_threads()  # not in each program, whose CPU time it would take
         verdicts = self._verdicts(extract_program(completion), tests)
         counts = Counter(verdicts)
         shares: dict[str, float | bool] = {verdict.value: n / len(tests) for verdict, n in counts.items()}
@@ -174,7 +175,7 @@ class CodeRunner:
         _lower(resource.RLIMIT_AS, TEST_BYTES)
         _lower(resource.RLIMIT_CPU, math.ceil(s.test_s))
         _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
-        limit_processes(for_good=True)
+        limit_processes(self._threads, for_good=True)
         doors = Doors(
             scratch=str(folder / "work"),
             scratch_bytes=OUTPUT_BYTES,

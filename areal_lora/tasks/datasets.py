@@ -34,7 +34,7 @@ from areal_lora.types import Sample
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 HELD_OUT = 256  # rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``
-_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_PLACEHOLDER = re.compile(r"\\[A-Za-z]{2,}\*?\{[\w.]+\}|\{(\w+(?:\.\w+)*)\}")  # no group: a LaTeX argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,13 +334,13 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
 
 
 def _filled(template: str, row: Row, prompt_column: str) -> str:
-    """``template`` with the row's columns. Braces around anything else stay: a template may contain ``\\boxed{}``.
+    """``template`` with the row's columns. Other braces stay, as do arguments of LaTeX commands: ``\\boxed{answer}``.
 
     Raises ConfigError for a placeholder that is almost a column, or a missing field of one.
     """
     values, wrong = dict[str, str](), ""
     known = list(dict.fromkeys(("prompt", *names_in(row.values))))
-    for name in _PLACEHOLDER.findall(template):
+    for name in filter(None, _PLACEHOLDER.findall(template)):
         if name in ("prompt", prompt_column):
             values[name] = _text(row, prompt_column, "task.columns.prompt")
         elif name in known:
@@ -349,7 +349,9 @@ def _filled(template: str, row: Row, prompt_column: str) -> str:
             wrong = name
     if wrong or not values:
         reason = f"{{{wrong}}} is no column of {row.place}" if wrong else "names no column"
-        raise ConfigError("task.format.template", reason, f"write one of {', '.join(f'{{{name}}}' for name in known)}")
+        fix = f"write one of {', '.join(f'{{{name}}}' for name in known)}"
+        fix += f", or {{ {wrong} }} for text in braces" if wrong else ""
+        raise ConfigError("task.format.template", reason, fix)
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
@@ -378,7 +380,7 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
     """
     how = task.format
     if isinstance(task, DatasetTask):
-        names, own = _PLACEHOLDER.findall(how.template), {"prompt", task.columns.prompt}
+        names, own = list(filter(None, _PLACEHOLDER.findall(how.template))), {"prompt", task.columns.prompt}
         if names and own.isdisjoint(names):
             reason = f"the prompt needs the column {names[0]!r}, too"
             raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")

@@ -2,8 +2,8 @@
 
 A function takes any of ``completion``, ``answer`` (or ``gold``), ``prompt``, ``messages``, ``columns``, ``n_tokens``
 and ``finish_reason``, and columns of the data set by name; ``**kwargs`` gets everything. A function that names neither
-``completion`` nor ``completions`` gets the completion and the answer in its first two parameters, unless the first is
-one of these names: then nothing states what the second is.
+``completion`` nor ``completions`` gets the completion and the answer in its first two parameters. If the first is the
+problem, the gold answer or a column, nothing states what the second is; after `_OF_COMPLETION` it is the answer.
 
 A coroutine function scores the answers of a batch concurrently. A function with a parameter ``completions`` scores a
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
 _BATCHED |= {name: name for name in ("answer", "messages", "columns", "n_tokens")}
+_OF_COMPLETION = ("messages", "n_tokens", "finish_reason")  # such a parameter may stand for the completion
 _FIX = "name a function reward(completion, answer) that returns a number"
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -169,7 +170,7 @@ class RewardCall:
         known = {"gold": fields.get("answer"), **columns, **fields}
         first, *_ = self.parameters
         explicit = any(p.name in ("completion", "completions") for p in self.parameters)
-        by_name = explicit or (first.kind in _KEYWORD and first.name in known)
+        by_name = explicit or (first.kind in _KEYWORD and first.name in known and first.name not in _OF_COMPLETION)
         first_two = [] if by_name else [fields["completion"], fields["answer"]]
         positional: list[Any] = []
         named: dict[str, Any] = {}

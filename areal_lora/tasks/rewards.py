@@ -62,6 +62,7 @@ _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _HEADING = re.compile(
     r"[\W_]*+(?:(?<!\\)[^\W\d_]{2,}|[0-9]+[.)] \W*[^\W\d_]|$)"
 )  # prose, a numbered heading, or nothing
+_FORMULA = re.compile(r"[\d(=^\\]")
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
@@ -263,15 +264,19 @@ def _first_line(text: str) -> str:
 def marked_answer(text: str) -> str | None:
     """The rest of the line after the first ``####`` that states an answer, as in GSM8K; None without one.
 
-    Reasoning before ``</think>`` does not count, nor do headings and ``####`` in prose. A text that ends with a marked
-    line, and states no answer in another way, has it as its answer, whatever it is.
+    Reasoning before ``</think>`` does not count. Headings and prose are passed over. If all lines are such, the last is
+    the answer unless one is stated in another way after it; it ends the text, or is alone with a number or formula.
     """
-    line, rest = None, ""
-    for tail in text.rpartition("</think>")[2].split("####")[1:]:
-        line, _, rest = tail.lstrip(" ").partition("\n")
-        if not _HEADING.match(line):
-            return line
-    return None if rest.strip() or r"\boxed" in text or _ANSWER_IS.search(text) else line
+    text = text.rpartition("</think>")[2]
+    marked = [tail.lstrip(" ").partition("\n")[::2] for tail in text.split("####")[1:]]
+    if (found := next((line for line, _ in marked if not _HEADING.match(line)), None)) is not None:
+        return found
+    named = [(line, rest) for line, rest in marked if re.search(r"\w", line)]
+    follows = "".join(rest for _, rest in named) if named else text
+    if not marked or r"\boxed" in follows or _ANSWER_IS.search(follows):
+        return None
+    line, rest = (named or marked)[-1]
+    return line if not rest.strip() or (len(named) == 1 and _FORMULA.search(line)) else None
 
 
 def braced(text: str) -> str | None:

@@ -30,7 +30,7 @@ from areal_lora.errors import ArealLoraError, EnvironmentError_
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.tasks.reward_calls import RewardCall, Score, ScoreItem, Style, cause_of, describe, trace
 from areal_lora.tasks.rewards import grade, reward_call
-from areal_lora.tasks.sandbox.fence import Deadline, Doors, limit_processes, raise_fence
+from areal_lora.tasks.sandbox.fence import Deadline, Doors, count_threads, limit_processes, raise_fence
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.types import Cause, Outcome
 
@@ -243,7 +243,7 @@ def limit_memory(extra_bytes: int) -> None:
 def renew_process_limit(setup: Setup) -> None:
     """Limit what user code may start, from what runs now; a program of an answer has a limit of its own."""
     if setup.processes.several and setup.kind != "code":
-        limit_processes(for_good=False)
+        limit_processes(count_threads(), for_good=False)
 
 
 def renew_cpu_limit(timeout_s: float) -> None:

@@ -155,16 +155,21 @@ def _become_another_user(scratch: str | None) -> bool:
     return True
 
 
-def limit_processes(*, for_good: bool) -> None:
-    """Let this user have `MORE_PROCESSES` more processes and threads than now: others of the user count, too.
+def count_threads() -> int:
+    """Threads of all processes of this user, which the kernel's limit of processes counts."""
+    user, now = os.getuid(), 0
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            found = os.stat(f"/proc/{name}/task")  # its links are two more than its threads
+            now += found.st_nlink - 2 if found.st_uid == user else 0
+    return now
+
+
+def limit_processes(now: int, *, for_good: bool) -> None:
+    """Let this user have `MORE_PROCESSES` more processes and threads than ``now``: others of the user count, too.
 
     Without ``for_good`` the limit can be renewed.
     """
-    user, now = os.getuid(), 0
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            if entry.name.isdigit() and entry.stat().st_uid == user:
-                now += len(list((entry / "task").iterdir()))
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     limit = now + MORE_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, now + MORE_PROCESSES)
     resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit if for_good else hard))

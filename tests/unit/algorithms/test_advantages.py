@@ -245,6 +245,37 @@ def test_metrics_that_add_up_by_chance_are_no_parts() -> None:
     assert got[batch.loss_mask].tolist() == pytest.approx([_gdpo(case, i) for i in range(8)], abs=1e-5)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shares_of_verdicts_are_no_parts(seed: int) -> None:
+    """Of a `code` reward that most answers pass: 1 of 1 in these alone, and a share of failures is no reward."""
+    rng, (_, groups, lengths) = random.Random(seed), _case(seed)
+    shares = [(1.0, 0.0, 0.0) if rng.random() < 0.7 else rng.choice([(0, 1, 0), (0.5, 0.25, 0.25)]) for _ in groups]
+    parts = dict(zip(("passed", "time", "wrong"), map(list, zip(*shares, strict=True)), strict=True))
+    case = parts["passed"], groups, lengths
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8)
+    batch = _batch(parts["passed"], groups, parts)
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    want = [_gdpo(case, i) for i in range(len(groups))]
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-3), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("lacks", [0.0, -0.5])
+def test_parts_of_0_and_1_are_rewards_also_with_one_answer_that_lacks_something(lacks: float, seed: int) -> None:
+    rng, groups = random.Random(seed), [i // 8 for i in range(64)]
+    right, brief = ([float(rng.random() < 0.4) for _ in groups] for _ in range(2))
+    right[5] = 1.0
+    odd = [lacks if i == 5 else 0.0 for i in range(len(groups))]
+    each = [[_grpo((values, groups, groups), i) for i in range(len(groups))] for values in (right, brief, odd)]
+    whole = [sum(values) for values in zip(*each, strict=True)]
+    want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
+    total = [sum(values) for values in zip(right, brief, odd, strict=True)]
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8)
+    batch = _batch(total, groups, {"right": right, "brief": brief})
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-3), f"seed {seed}"
+
+
 def test_a_sample_of_several_sequences_is_found_once() -> None:
     ids = torch.tensor([7, 3, 7, 7, 5])
     first, index = find_samples(ids)

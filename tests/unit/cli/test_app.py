@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.cli import app
-from areal_lora.errors import ExitCode
+from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.run_folder import paths as atomic
 from tests.support.cli.command import areal_lora
 from tests.support.obs.fake_run import make_run
@@ -235,3 +235,22 @@ def test_a_closed_pipe_is_no_error(verb: list[str]) -> None:
     done = subprocess.run(command, stdout=sender, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(sender)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_connection_that_a_service_closes_is_an_error() -> None:
+    """Beside a pipe as output that is read."""
+    code = (
+        "import socket, sys, types\n"
+        "from areal_lora.cli import app\n"
+        "def verb() -> None:\n"
+        "    ours, theirs = socket.socketpair()\n"
+        "    theirs.close()\n"
+        "    print('a line', flush=True)\n"
+        "    ours.send(b'x')\n"
+        "sys.modules['areal_lora.cli.closed'] = types.SimpleNamespace(verb=verb)\n"
+        "app.VERBS['status'] = ('closed.verb', '')\n"
+        "sys.exit(app.main(['status']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (EnvironmentError_.exit_code, "a line\n")
+    assert (done.stderr.count("\n"), done.stderr[:19]) == (1, "error: Broken pipe:"), done.stderr

@@ -13,6 +13,7 @@ from areal_lora.config.load import OWN_KEYS, load_config
 from areal_lora.config.models import Config, WorkerWorkflowConfig
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.section import described
+from areal_lora.config.sections.task import DatasetTask
 from areal_lora.errors import ConfigError, ConfigErrors
 from tests.support.paths import EXAMPLES
 
@@ -122,11 +123,39 @@ def test_of_two_kinds_the_later_one_wins() -> None:
     assert [load_config([MOE], each).adapters[0].algorithm.kind for each in (kinds, kinds[::-1])] == ["gspo", "dapo"]
 
 
+MADE = (
+    "{name: z, rank: 8, alpha: 8, target_modules: [linear_qkv], task: {kind: gsm8k}, algorithm: {kind: grpo}, "
+    "optimizer: {lr: 1e-5}, sampling: {prompts_per_step: 4, n_samples: 4, max_new_tokens: 64}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kinds"),
+    [
+        (["0.algorithm={kind: grpo}", "0.algorithm.kind=dppo"], ["dppo"]),
+        (["gsm8k.algorithm.eps_clip=0.1", "0.algorithm.kind=dppo"], ["dppo"]),
+        (["0.algorithm.kind=dppo", "0.algorithm={kind: grpo}"], ["grpo"]),
+        ([f"=[{MADE}, {{name: gsm8k}}]", "z.algorithm.eps_clip=0.1", "z.algorithm.kind=dppo"], ["grpo", "dppo"]),
+    ],
+)
+def test_a_kind_comes_behind_what_makes_its_section(overrides: list[str], kinds: list[str]) -> None:
+    texts = [f"adapters{each if each[0] == '=' else '.' + each}" for each in overrides]
+    assert [adapter.algorithm.kind for adapter in load_config([MOE], texts).adapters] == kinds
+
+
+@pytest.mark.parametrize("order", list(permutations(("kind=dataset", "train=a", "format.kind=chat"))), ids=str)
+def test_the_kind_of_a_section_comes_before_that_of_one_inside(order: tuple[str, ...]) -> None:
+    texts = [*(f"adapters.0.task.{each}" for each in order), "adapters.0.task.format.system_prompt=x"]
+    task = load_config([MOE], texts).adapters[0].task
+    assert isinstance(task, DatasetTask)
+    assert (task.kind, task.format.kind, task.format.system_prompt) == ("dataset", "chat", "x")
+
+
 @pytest.mark.parametrize(
     ("overrides", "dropped"),
     [
         (["eps_clip=0.07", "={kind: dapo}"], "kind dapo would drop eps_clip of"),
-        (["={kind: dapo, eps_clip: 0.1}", "kind=gspo"], "kind dapo would drop kind of"),
+        (["={kind: dapo, eps_clip: 0.1}", "kind=gspo"], "kind gspo would drop eps_clip of"),
         (["={kind: dapo, eps_clip: 0.1}", "={kind: gspo}"], "kind gspo would drop eps_clip of"),
     ],
 )

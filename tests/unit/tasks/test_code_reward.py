@@ -178,6 +178,25 @@ def test_an_interpreter_that_cannot_start_is_no_wrong_answer(tmp_path):
     assert "EnvironmentError_: reward code: an empty program ends with" in done.stderr
 
 
+def test_processes_are_counted_once_per_answer(tmp_path):
+    """In the process of the reward and in those of programs: a hook outlives a fork."""
+    program = (
+        "import os, pathlib, sys, msgspec\n"
+        "from areal_lora.tasks import code_reward\n"
+        "file = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)\n"
+        "listed = lambda event, given: event in ('os.listdir', 'os.scandir') and str(given[0]) == '/proc'\n"
+        "sys.addaudithook(lambda event, given: listed(event, given) and os.write(file, b'.'))\n"
+        "settings = msgspec.json.decode(sys.argv[1], type=code_reward.CodeSettings)\n"
+        "runner = code_reward.CodeRunner(settings, pathlib.Path(sys.argv[2]))\n"
+        "row = {'inputs': ['1', '2', '3'], 'outputs': ['1', '2', '3']}\n"
+        "print([runner('```python\\nprint(input())\\n```', row)['reward'] for _ in range(2)])\n"
+    )
+    argv = [sys.executable, "-c", program, code().model_dump_json(), str(tmp_path), str(tmp_path / "listed")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.stdout == "[1.0, 1.0]\n", done.stderr
+    assert (tmp_path / "listed").read_bytes() == b"..."  # the start, and two answers
+
+
 def test_a_programs_folder_is_empty_and_its_own(fence):
     program = (
         "import os\nopen('f', 'w').write('x')\nprint(sorted(os.listdir('.')), os.environ['TMPDIR'] == os.getcwd())"

@@ -149,10 +149,19 @@ def test_a_field_of_an_object_fills_a_template(tmp_path):
     assert [s.prompt for s in made] == [r"one (carry {level}) \boxed{x.y}"]
 
 
+def test_arguments_of_latex_commands_and_names_in_spaces_stay_beside_columns_of_almost_that_name(tmp_path):
+    rows = [{**row, "answers": ["4"], "case": "4", "answer": "4"} for row in ROWS]
+    text = r"\boxed{answer} \boxed{answers.x} \begin{cases} \operatorname*{case} { solutions }"
+    made = load_samples(general(tmp_path, rows, format={"template": "{problem} \\n{case} " + text}), "train")
+    assert made[0].prompt == r"one \n4 " + text
+
+
 @pytest.mark.parametrize("wrong", ["porblem", "problems", "meta.hnt", "meta.other", "promt"])
 def test_a_misspelled_placeholder_is_refused_beside_a_right_one(tmp_path, wrong):
     rows = [{**row, "meta": {"hint": "x"}} for row in ROWS]
-    with pytest.raises(ConfigError, match=rf"template: {{{wrong}}} is no column of .*:1 .*{{problem}}.*{{meta.hint}}"):
+    with pytest.raises(
+        ConfigError, match=rf"template: {{{wrong}}} is no column of .*:1 .*{{problem}}.*{{meta.hint}}.*{{ {wrong} }}"
+    ):
         load_samples(general(tmp_path, rows, format={"template": "{problem} {" + wrong + "}"}), "train")
 
 

@@ -38,6 +38,9 @@ math_verify = reward_call("math_verify").function
         ("#### Step 1: add\n2+3=5\n#### Step 2: answer\nSo \\boxed{18}", "18"),
         ("<think> I output `#### answer`. 9*2=17 </think>\n#### 18", "18"),
         ("<think> #### 17 </think> She makes $18$.", "18"),
+        ("<think>The answer is maybe 3</think> so\n#### sin(x)", "#### sin(x)"),
+        ("The answer is below, \\boxed{3} aside.\n#### pi/2", "#### pi/2"),
+        ("#### sin(x)\nThat was $x$", "#### sin(x)"),
     ],
 )
 def test_equal(completion, gold):

@@ -604,6 +604,12 @@ def of_prompt(prompt, response, answer):
 def of_column(level, solution_str, ground_truth=None):
     return float(ground_truth is None)
 
+def of_messages(messages, target):
+    return 10 * float(messages[-1]["content"] == "8") + float(target)
+
+def of_tokens(n_tokens, target=None):
+    return 10 * float(n_tokens > 0) + float(target)
+
 def of_answer(answer, response=None):
     return float(response is None) + 2 * float(answer == "7")
 """
@@ -639,12 +645,13 @@ def test_a_reward_takes_columns_and_figures_by_name_and_names_its_parts(tmp_path
     assert named.reward == 3.0
 
 
-def test_a_parameter_behind_a_known_name_is_never_the_gold_answer(tmp_path):
+def test_a_parameter_behind_the_problem_a_column_or_the_gold_answer_is_never_the_gold_answer(tmp_path):
     for name in ("of_prompt", "of_column"):
         [[refused]] = call(tmp_path, name, rows("8"))
         assert refused.outcome is Outcome.ERROR, name
         assert "requires '" in refused.detail
     assert [call(tmp_path, name, rows("8"))[0][0].reward for name in ("of_answer", "by_place")] == [3.0, 3.0]
+    assert [call(tmp_path, name, rows("8"))[0][0].reward for name in ("of_messages", "of_tokens")] == [17.0, 17.0]
 
 
 def test_an_async_reward_scores_a_batch_concurrently_and_each_answer_has_its_time(tmp_path):
