@@ -323,9 +323,9 @@ def test_a_stream_is_one_answer(server: RunningServer, versions: Versions, n: in
 
 
 def test_stop_strings_hold_across_a_cut(server: RunningServer, versions: Versions) -> None:
-    """400 stop strings of two characters: most answers meet one, and none goes on after it."""
+    """64 stop strings of two characters: some answers meet one, and none goes on after it."""
     tokenizer = AutoTokenizer.from_pretrained(server.model)
-    letters = "etaoinshrdlucmfwypvb"
+    letters = "etaoinsh"
     stop = [a + b for a in letters for b in letters]
 
     async def run() -> list[Any]:
@@ -340,8 +340,10 @@ def test_stop_strings_hold_across_a_cut(server: RunningServer, versions: Version
     def mixed(choices: list[Any]) -> list[Any]:
         return [c for c in choices if len(set(c["versions"])) > 1]
 
-    choices = seen(lambda: asyncio.run(run()), lambda choices: bool(mixed(choices)))
-    assert "stop" in {c["finish_reason"] for c in choices}
+    choices = seen(
+        lambda: asyncio.run(run()),
+        lambda choices: bool(mixed(choices)) and "stop" in {c["finish_reason"] for c in choices},
+    )
     for choice in choices:
         text = tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         assert not any(s in text[:-1] for s in stop)
