@@ -262,7 +262,7 @@ def test_maps_of_own_keys_are_those_of_no_section() -> None:
         ("rollout.servers=1000000000000", ["rollout.servers", "(fix: give a number of at most 65536)"]),
         ("trainer.world_size=1000000000000", ["trainer.world_size", "(fix: give a number of at most 65536)"]),
         ("adapters.0.rank=1000000000000", ["adapters.0.rank", "(fix: give a number of at most 65536)"]),
-        ("weight_sync.bucket_mib=1e-300", ["weight_sync.bucket_mib", "(fix: give a number of at least 0.00097"]),
+        ("weight_sync.bucket_mib=1e-300", ["weight_sync.bucket_mib", "(fix: give a number of at least 0.0001"]),
         ("adapters.0.sampling.stop=['']", ["adapters.0.sampling.stop.0: ''", "(fix: give a text that is not empty)"]),
         ("run.name=a/b", ["(fix: give letters, digits, dots, underscores and hyphens"]),
         ("cluster.slurm.time_limit=forever", ["HH:MM:SS"]),
