@@ -30,6 +30,7 @@ class Trainer:
     received: int  # the next version it knows to consume at
     snapshot: bytes
     busy: bool = False
+    active: int = -1  # the newest version that it has published
 
 
 @dataclass(slots=True)
@@ -188,6 +189,7 @@ class Simulation:
                 if len(common) < len(self.held):
                     self.note("lost versions")
                 self.held = common | {version: self.made[version]}
+                self.trainer.active = version
 
         self.at(delay_s * self.rng.random(), activate)
         self.at(delay_s, lambda: self.announce(name, version))
@@ -287,7 +289,8 @@ class Simulation:
         if greet:
             newest = self.trainer
             self.greet(undo=False)
-            self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, min(max(self.held), newest.received)))
+            # Nothing before its first publish, with which servers forget what is lost.
+            self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, newest.active))
 
     def start_controller(self) -> None:
         self.controller_session += 1
