@@ -7,7 +7,6 @@ except to compare them with its own.
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -25,7 +24,6 @@ class Group:
     asked: int = -1  # version of the running request
     oldest: int = -1
     newest: int = -1
-    resumed: float = math.inf  # lowest version from which a trainer resumed while the request ran
     makers: tuple[str, ...] = ()  # who made the versions of the answer
 
 
@@ -44,6 +42,7 @@ class Judge:
     fresh: list[int] = field(default_factory=list)  # first issued since the last flush
     given_up: list[tuple[int, Group, str]] = field(default_factory=list)  # dropped since the last flush
     most_stale: int = -1
+    resumed_at: list[int] = field(default_factory=list)  # the version of each trainer that has resumed
 
     # ------------------------------------------------------------ what happens
 
@@ -62,14 +61,20 @@ class Judge:
         group = self.live.get(ticket.prompt.position)
         return group is not None and (group.state, group.issue) == ("running", ticket.issue)
 
-    def asked(self, ticket: Ticket, version: int) -> None:
-        group = self.live[ticket.prompt.position]
-        group.asked, group.resumed = version, math.inf
+    @property
+    def trainers(self) -> int:
+        return len(self.resumed_at)
 
-    def answered(self, ticket: Ticket, versions: tuple[int, ...], makers: tuple[str, ...], uniform: bool) -> None:
+    def asked(self, ticket: Ticket, version: int) -> None:
+        self.live[ticket.prompt.position].asked = version
+
+    def answered(
+        self, ticket: Ticket, versions: tuple[int, ...], makers: tuple[str, ...], uniform: bool, since: int
+    ) -> None:
+        """``since``: the number of `trainers` when this try was sent."""
         position, group = ticket.prompt.position, self.live[ticket.prompt.position]
         group.oldest, group.newest, group.makers = min(versions), max(versions), makers
-        if group.newest > min(self.next_version, group.resumed):
+        if group.newest > min([self.next_version, *self.resumed_at[since:]]):
             self._again(position, "rolled_back")
         elif group.oldest < self.next_version - self.eta:
             self._again(position, "stale")
@@ -124,11 +129,11 @@ class Judge:
                     group.state = "ready"
         self.committed = version - 1
         self.next_version = version
+        self.resumed_at.append(version)
         for position, group in list(self.live.items()):
             future = (group.state == "ready" and group.newest > version) or (
                 group.state == "running" and group.asked > version
             )
-            group.resumed = min(group.resumed, version)
             if future:
                 self._again(position, "rolled_back")
         self._advance(version)

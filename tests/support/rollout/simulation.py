@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -52,7 +52,7 @@ class Simulation:
     ledger: Ledger = field(init=False)
     file: LedgerFile = field(init=False)
     trainer: Trainer = field(init=False)
-    gone: set[int] = field(default_factory=set)  # ids of expired tickets
+    gone: dict[int, Ticket] = field(default_factory=dict)  # expired ones by id, held so that no other takes it
     durable: int = 0  # version of the newest checkpoint
     announced: int = -1  # to this controller, by this trainer
     made: dict[int, str] = field(default_factory=dict)  # the trainer's versions, and which trainer made them
@@ -104,16 +104,22 @@ class Simulation:
             return
         self.judge.asked(ticket, ref.version)
         maker = self.held[ref.version]
-        answers = lambda: self.answers(session, server_session, trainer, ticket, ref.version, maker)  # noqa: E731
+        since = self.judge.trainers
+
+        def answers(ticket: Ticket) -> None:
+            self.answers(session, server_session, trainer, ticket, ref.version, maker, since)
+
+        late = replace(ticket)  # as after an expired lease: the next try has another ticket
+        self.gone[id(late)] = late
         delay_s = min(0.2 * self.rng.paretovariate(1.1), 60.0)
         if self.rng.random() < 0.1:
             self.at(delay_s, lambda: self.fails(session, ticket))
             if self.rng.random() < 0.2:  # its answer comes all the same, later
-                self.at(2 * delay_s, answers)
+                self.at(2 * delay_s, lambda: answers(late))
             return
-        self.at(delay_s, answers)
+        self.at(delay_s, lambda: answers(ticket))
         if self.rng.random() < 0.03:
-            self.at(1.5 * delay_s, answers)
+            self.at(1.5 * delay_s, lambda: answers(late))
 
     def again(self, session: int, ticket: Ticket) -> None:
         if session == self.controller_session and id(ticket) not in self.gone and self.judge.is_live(ticket):
@@ -133,7 +139,9 @@ class Simulation:
             self.judge.live[ticket.prompt.position].asked = -1
             self.at(wait_s, lambda: self.again(session, ticket))
 
-    def answers(self, session: int, server_session: int, trainer: str, ticket: Ticket, asked: int, maker: str) -> None:
+    def answers(
+        self, session: int, server_session: int, trainer: str, ticket: Ticket, asked: int, maker: str, since: int
+    ) -> None:
         if server_session != self.server_session:  # it died with its server
             if session == self.controller_session and ticket.version is not None:
                 self.fails(session, ticket)
@@ -149,7 +157,7 @@ class Simulation:
         # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
         assert accepted == wanted or (wanted and session != self.controller_session)
         if accepted:
-            self.judge.answered(ticket, versions, makers, uniform)
+            self.judge.answered(ticket, versions, makers, uniform, since)
         else:
             self.note("late")
 
@@ -307,7 +315,7 @@ class Simulation:
             file=self.file,
             pacing=self.rng.choice(["fresh", "full"]),
             drop_uniform=True,
-            on_expire=lambda ticket: self.gone.add(id(ticket)),
+            on_expire=lambda ticket: self.gone.update({id(ticket): ticket}),
         )
 
 
