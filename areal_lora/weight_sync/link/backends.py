@@ -17,6 +17,9 @@ from areal_lora.processes.watched import watched_thread
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+# NCCL does not compare these between the members of a communicator: it hangs where they differ.
+SHARED_VARIABLES = ("ALGO", "BUFFSIZE", "COLLNET_ENABLE", "CUMEM_ENABLE", "MAX_CTAS", "MAX_NCHANNELS", "MIN_CTAS")
+SHARED_VARIABLES += ("MIN_NCHANNELS", "NTHREADS", "NVLS_ENABLE", "P2P_NET_DISABLE", "PROTO", "SOCKET_NTHREADS")
 _ENVIRONMENT = threading.Lock()
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 
@@ -93,8 +96,12 @@ def backend_of(name: str) -> BackendFactory:
 
 
 def library_of(name: str) -> str:
-    """Name and version of a backend's library, as all members of a group must have it; empty if it does not matter."""
-    return "NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if name == "nccl" else ""
+    """Version and settings of a backend's library, as all members of a group must have them; empty if any will do."""
+    if name != "nccl":
+        return ""
+    variables = (f"NCCL_{each}" for each in SHARED_VARIABLES)
+    settings = [f"{each}={os.environ[each]}" for each in variables if os.environ.get(each)]
+    return " ".join(["NCCL", ".".join(map(str, torch.cuda.nccl.version())), *settings])
 
 
 def delta(seconds: float) -> timedelta:

@@ -300,14 +300,15 @@ def join_group(
     """Become receiver ``rank`` (1..world-1), or the relay in the source's place (0).
 
     ``bind`` is this machine's address towards the source. Raises PublishError if the group is not complete within
-    ``timeout_s``, or if the source has another version of the backend's library.
+    ``timeout_s``, or if the source has another version or other settings of the backend's library.
     """
     _check_bind(bind)
     if (own := backends.library_of(endpoint.backend)) != endpoint.library:
         raise PublishError(
             f"source rank {endpoint.source} has {endpoint.library or 'no version'}, member {rank} has {own}: one "
-            "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
-            "requirements/gpu-rollout.txt)"
+            "communicator takes one version and one value of each variable; install the same in both roles "
+            "(requirements/gpu-trainer.txt, requirements/gpu-rollout.txt) and set the same NCCL_* variables "
+            "(VLLM_BATCH_INVARIANT=1 sets some in servers)"
         )
     receivers = [MEMBER.format(other) for other in range(1, endpoint.world)] if rank == 0 else ()
     return _join(

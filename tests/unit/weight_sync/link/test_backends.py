@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -166,6 +169,23 @@ def test_a_member_with_another_version_of_the_library_is_one_clear_line(monkeypa
     endpoint = msgspec.structs.replace(ENDPOINT, backend="gloo", library="NCCL 2.27.5")
     with pytest.raises(PublishError, match=r"rank 0 has NCCL 2\.27\.5, member 1 has NCCL 2\.28\.3"):
         join_group(endpoint, 1, "127.0.0.1", 1.0, "secret")
+
+
+def test_nccl_variables_that_a_communicator_shares_are_part_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")  # each host has its own
+    monkeypatch.setenv("NCCL_PROTO", "")
+    assert backends.library_of("nccl") == "NCCL 2.30.7"
+    vllm = Path(find_spec("vllm").origin).parent  # not imported: it is slow
+    text = (vllm / "model_executor" / "determinism" / "batch_invariant.py").read_text(encoding="utf-8")
+    pins = re.findall(r'"(NCCL_\w+)": "', text)
+    assert len(pins) > 5
+    for name in pins:
+        with monkeypatch.context() as scope:
+            scope.setenv(name, "1")
+            assert backends.library_of("nccl") == f"NCCL 2.30.7 {name}=1"
 
 
 def test_the_versions_of_gloo_do_not_matter() -> None:
