@@ -164,9 +164,11 @@ def scaled(
 ) -> CostModel:
     """``costs`` times what a run of ``config`` took against its ``own`` arithmetic, lengths spread as its ``answers``.
 
+    Of several adapters the first counts, with its share of the tokens in the time of a step.
     Raises ConfigError for a run with too few steps.
     """
-    steps = [step for step in measured.steps if step.step_s and not step.by_client][FIRST:]
+    every = [step for step in measured.steps if step.step_s and not step.by_client]
+    steps = [step for step in every if step.adapter == config.adapters[0].name][FIRST:]
 
     def typical(tag: str) -> float:
         return median([value for step in steps if (value := step.metrics.get(tag)) is not None] or [0.0])
@@ -181,9 +183,13 @@ def scaled(
     prompt_tokens = tokens / sequences - mean
     computed = sequences * (mean + prompt_tokens / config.adapters[0].sampling.n_samples)
     # A batch that was whole before the trainer requested it has taken the servers less than the step.
-    batch_s = median(step.step_s - max(0.0, step.metrics.get("time/batch_spare_s") or 0.0) for step in steps)
+    since_s = steps[0].time_s - steps[0].step_s
+    beside = [step for step in every if since_s < step.time_s <= steps[-1].time_s]
+    of_first, of_all = (sum(step.metrics.get("train/n_tokens") or 0.0 for step in some) for some in (steps, beside))
+    share = of_first / of_all
+    batch_s = share * median(step.step_s - max(0.0, step.metrics.get("time/batch_spare_s") or 0.0) for step in steps)
     served = batch_s / replace(own, answer_tokens=mean, prompt_tokens=prompt_tokens).batch_s(config)
-    trained_s = median(step.step_s * (1 - (step.trainer_idle or 0.0)) for step in steps)
+    trained_s = share * median(step.step_s * (1 - (step.trainer_idle or 0.0)) for step in steps)
     return replace(
         costs,
         answer_tokens=mean,

@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     ``version`` is the version the step started from, ``time_s`` the wall time since the start of the run.
     ``step_s`` starts with the previous version and includes its checkpoint copy, publish join and pack; ``spans`` are
-    the seconds of its phases by name.
+    the seconds of its phases by name, with what the trainer waited for other adapters meanwhile.
     ``staleness`` counts trained tokens by ``version - token version``.
     ``dropped`` (by reason) and ``retried`` (by kind of fault) count groups since the start of the run; ``faults`` has
     the last fault of each kind since the controller started.

@@ -149,25 +149,28 @@ def test_a_run_without_steps_is_refused() -> None:
 
 
 def a_run(adapters: int, wait_s: float, train_s: float, steps: int) -> RunMetrics:
-    """Adapters that wait and train in turn, 100 sequences of 1,000 tokens a step; half of them are the prompt."""
+    """Adapters that wait and train in turn, 100 sequences of 1,000 tokens a step, of which half are the prompt."""
+    names = [CONFIG.adapters[0].name, *(f"beside {i}" for i in range(1, adapters))]
     found = [
         StepRecord(
             step=step,
             version=step,
-            adapter=f"a{adapter}",
-            time_s=(wait_s + train_s) * (step * adapters + adapter + 1),
-            step_s=(wait_s + train_s) * (adapters if step else 1),
-            spans={"wait_batch": wait_s, "train": train_s},
+            adapter=name,
+            time_s=(wait_s + train_s) * (step * adapters + turn),
+            step_s=(wait_s + train_s) * (adapters if step else turn),
+            spans={"wait_batch": wait_s * (adapters if step else turn), "train": train_s},
             metrics={"train/n_sequences": 100.0, "train/n_tokens": 1e5, "train/mean_answer_tokens": 500.0},
         )
         for step in range(steps)
-        for adapter in range(adapters)
+        for turn, name in enumerate(names, 1)
     ]
     return RunMetrics(steps=found)
 
 
-def test_a_measured_step_computed_each_prompt_once() -> None:
-    """100 sequences are 25 groups of 4."""
-    found = scaled(COSTS, a_run(1, 60.0, 20.0, 20), COSTS, CONFIG)
+@pytest.mark.parametrize("adapters", [1, 2, 8])
+def test_a_measured_step_computed_each_prompt_once_for_one_adapter(adapters: int) -> None:
+    """100 sequences are 25 groups of 4. A step of each adapter takes servers and trainer as long as without others."""
+    found = scaled(COSTS, a_run(adapters, 60.0, 20.0, 20), COSTS, CONFIG)
+    assert found.batch_s(CONFIG) == pytest.approx(80.0, rel=0.01)
     assert found.prompt_tokens == 500
     assert found.trained_token_s == pytest.approx(20 * CONFIG.trainer.world_size / (100 * 500 + 25 * 500))
