@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from areal_lora.config.sizing.memory import (
     source_ranks,
     staging_bytes,
 )
-from areal_lora.config.sizing.slots import send_places
+from areal_lora.config.sizing.slots import seats_of, send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.registry import known_config
@@ -40,12 +41,13 @@ from tests.support.paths import EXAMPLES
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 ONE_GPU = EXAMPLES / "one_gpu.yaml"
 DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_72b.yaml"
+CHECKPOINT = "publish and checkpoint"
 FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
 
 
 def estimate(*overrides: str) -> dict[str, Memory]:
     shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
-    return {m.name: m for m in job_memory(load_config([MOE], list(overrides)), shape)}
+    return {m.name: m for m in reversed(job_memory(load_config([MOE], list(overrides)), shape))}  # first owners
 
 
 def part(memory: Memory, name: str) -> float:
@@ -123,7 +125,7 @@ def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
     narrow = wide.model_copy(update={"name": "narrow", "rank": 8, "target_modules": ["linear_qkv"]})
 
     def of(*adapters: AdapterConfig) -> dict[str, dict[str, Part]]:
-        job = job_memory(config.model_copy(update={"adapters": list(adapters)}), shape)
+        job = reversed(job_memory(config.model_copy(update={"adapters": list(adapters)}), shape))
         return {memory.name: {p.name: p for p in memory.parts} for memory in job}
 
     both, first, second = of(wide, narrow), of(wide), of(narrow)
@@ -162,7 +164,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
     service = config.model_copy(update={"service": ServiceConfig(target_modules=targets)})
 
     def of(config: Config) -> dict[str, dict[str, Part]]:
-        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape)}
+        return {m.name: {p.name: p for p in m.parts} for m in reversed(job_memory(config, shape))}
 
     joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
     for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
@@ -223,6 +225,46 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     assert found.device == packers * 4 * (plan.space - plan.own)
     assert (packed.device, packed.host) == (wire, 0)
     assert found.host == copies, "shards are packed on the device"
+
+
+@pytest.mark.parametrize("over_host", [False, True])
+@pytest.mark.parametrize(
+    ("path", "model", "overrides"),
+    [
+        (MOE, "Qwen/Qwen3-30B-A3B", []),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"]),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.etp=2", "trainer.tp=2", "trainer.ep=4"]),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[20, 28]"]),
+        (DENSE, "Qwen/Qwen2.5-72B-Instruct", []),
+    ],
+)
+def test_owners_alone_copy_checkpoints_and_packed_versions(
+    path: Path, model: str, overrides: list[str], over_host: bool
+) -> None:
+    """Against the shards of the layout on each node: three copies in fp32, and one to send where gloo sends."""
+    backend = "weight_sync.backend=" + ("gloo" if over_host else "nccl")
+    shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([path], [*overrides, backend])
+    parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
+    sharded, spec = ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec("")
+    ranks, held = [m for m in job_memory(config, shape) if m.role == "trainer"], Counter[int]()
+    for shard in wire_layout(sharded, spec, "float32").shards:
+        held[seats_of(config).trainer[shard.source].node] += 3 * shard.nbytes + shard.nbytes // 2 * over_host
+    for node in {node for rank in ranks for node in rank.nodes}:
+        copies = [p.host * m.nodes.count(node) for m in ranks for p in m.parts if p.name in (CHECKPOINT, PACKED)]
+        assert sum(copies) == pytest.approx(held[node], rel=0.1), node
+    assert sum(len(m.nodes) for m in ranks) == config.trainer.world_size
+
+
+def test_ranks_that_own_no_experts_copy_no_adapter_of_attention_alone() -> None:
+    """Of two adapters the first rank copies both, the other owners of experts one, and the remaining eight none."""
+    shape, config = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}), load_config([MOE])
+    [both] = config.adapters
+    attention = both.model_copy(update={"name": "attention", "target_modules": ["linear_qkv"]})
+    job = job_memory(config.model_copy(update={"adapters": [both, attention]}), shape)
+    ranks = [(len(m.nodes), sum(p.host for p in m.parts if p.name == CHECKPOINT)) for m in job if m.role == "trainer"]
+    size = {a.name: 12 * adapter_size(shape, a.spec("")).parameters for a in (both, attention)}
+    first, other = size[both.name] // 8 + size["attention"], size[both.name] // 8
+    assert ranks == [(1, pytest.approx(first, abs=99)), (7, pytest.approx(other, abs=99)), (8, 0)]
 
 
 EP8_PP8 = ["trainer.world_size=256", "trainer.tp=4", "trainer.ep=8", "trainer.pp=8", "cluster.nodes=64"]
