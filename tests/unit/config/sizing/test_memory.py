@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
@@ -78,6 +80,28 @@ def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> 
     away = estimate(*sizes, "trainer.cpu_offload=true")["trainer rank"]
     assert away.device == rank.device - part(rank, "base weights")
     assert away.host > rank.host
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-235B-A22B"])
+def test_offloaded_shards_take_blocks_of_powers_of_two(model: str) -> None:
+    """Shards of transformers' own parameters on eight ranks, each rounded up as torch's page-locked allocator does."""
+    values = dict(known_config(model) or {})
+    shape, kind = ModelShape.from_hf(values), values.pop("model_type")
+    keys = ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1", "trainer.world_size=8", "trainer.cpu_offload=true"]
+    rank = next(m for m in job_memory(load_config([MOE], keys), shape) if m.role == "trainer")
+    found = next(p.host for p in rank.parts if p.name == "base weights")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.bfloat16)
+    shards = [-(-p.shape[0] // 8) * p[0].numel() * 2 for p in whole.parameters()]
+    assert found == pytest.approx(sum(1 << (nbytes - 1).bit_length() for nbytes in shards), rel=0.2)
+    assert found > 1.1 * sum(shards)
+
+
+def test_inputs_of_layers_on_the_host_take_blocks_of_powers_of_two() -> None:
+    """48 layers of 12,000 tokens and 2,048 numbers on four ranks: 11.7 MiB each, of blocks of 16."""
+    sizes = ["trainer.max_tokens_per_microbatch=12000", "rollout.max_model_len=8192"]
+    less, away = (estimate(*sizes, f"trainer.recompute={kind}")["trainer rank"] for kind in ("full", "offload"))
+    assert away.host - less.host == 48 * 16 * 2**20
 
 
 def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
