@@ -58,7 +58,7 @@ class CostModel:
     kv_tokens: float = math.inf
 
     def resident(self, config: Config) -> float:
-        """Sequences that the KV cache of a server holds, as a mean over their lives: Little's law of 100 groups.
+        """Sequences that the KV cache of a server holds, as a mean over time: Little's law of 100 groups.
 
         A group's prompt is held once, until its longest answer ends; an answer grows.
         """
