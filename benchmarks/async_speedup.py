@@ -106,7 +106,7 @@ def sampling_s(config: Config, costs: CostModel, servers: int) -> float:
 def speedups(law: Law, staleness: int) -> list[float]:
     config, costs = job(law, staleness)
     sampled_s = sampling_s(config, costs, GPUS)
-    tokens = PROMPTS * SAMPLES * (law.mean + PROMPT_TOKENS)
+    tokens = PROMPTS * (SAMPLES * law.mean + PROMPT_TOKENS)
     found = list[float]()
     for share in SHARES:
         trained_s = sampled_s * (1 - share) / share

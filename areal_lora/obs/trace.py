@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from areal_lora.processes.log import get_logger
@@ -69,6 +69,15 @@ class Spans:
         finished, self.seconds, self.counts = self.seconds, {}, Counter()
         self._started = self._clock()
         return finished
+
+
+@contextmanager
+def waiting(steps: Iterable[Spans], name: str) -> Iterator[None]:
+    """Add the time spent in the block to all ``steps`` in progress: those of adapters none of which is trained."""
+    with ExitStack() as block:
+        for spans in steps:
+            block.enter_context(spans.span(name))
+        yield
 
 
 def profiled(steps: Container[int], folder: Path, adapter: str, step: int, rank: int) -> AbstractContextManager[None]:

@@ -4,15 +4,15 @@
   ``1 - C(n - c, k) / C(n, k)``, averaged over the problems.
 - majority@n is the share of problems whose most frequent answer is correct (Wang et al. 2022, arXiv:2203.11171); ties
   are split evenly, which is their mean over random orders.
-- The 95 % interval of an accuracy with one answer per problem is Wilson's. All others are percentile bootstraps over
-  problems, not over answers: answers to one problem are not independent.
+- The 95 % interval of an accuracy is Wilson's, of as many independent answers as have the variance over problems;
+  that of a reward is a percentile bootstrap over problems. Answers to one problem are not independent.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, variance
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy`` is the fraction of all answers that are correct; None if any of those with a reward is ``ungraded``.
     ``reward_mean`` is over the scored answers; ``unscored`` ones are not correct and have no reward (contract C8).
-    ``pass_at`` is by k. ``interval`` is the method of ``accuracy_95``: ``wilson`` or ``bootstrap``. ``truncated`` is
+    ``pass_at`` is by k. ``interval`` is the method of ``accuracy_95``. ``truncated`` is
     the share of answers that ended because of their length.
     """
 
@@ -69,11 +69,6 @@ def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimate
     scores = [[answer.score for answer in problem] for problem in problems]
     correct = [[score.correct is True for score in problem] for problem in scores]
     rewards = [[score.reward for score in problem if score.outcome is Outcome.OK] for problem in scores]
-    accuracy_95, method = None, ""
-    if ruled and n == 1 == max(map(len, problems)):
-        accuracy_95, method = wilson(sum(flags[0] for flags in correct), len(problems)), "wilson"
-    elif ruled:
-        accuracy_95, method = bootstrap([fmean(flags) for flags in correct]), "bootstrap"
     pass_at, most_frequent = dict[int, float](), None
     if ruled and n > 1:
         pass_at = {k: fmean([pass_at_k(len(flags), sum(flags), k) for flags in correct]) for k in ks(n)}
@@ -87,9 +82,9 @@ def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimate
         reward_mean=fmean([score.reward for score in scored]) if scored else None,
         unscored=len(answers) - len(scored),
         ungraded=ungraded,
-        accuracy_95=accuracy_95,
+        accuracy_95=of_problems([fmean(flags) for flags in correct], len(answers)) if ruled else None,
         reward_95=bootstrap([fmean(values) for values in rewards if values]),
-        interval=method,
+        interval="wilson" if ruled else "",
         pass_at=pass_at,
         majority=most_frequent,
         answer_tokens=fmean([answer.n_tokens for answer in answers]),
@@ -120,7 +115,18 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
     return fmean([sum(flags) / len(flags) for flags in cast.values() if len(flags) == most]) if cast else 0.0
 
 
-def wilson(successes: int, n: int) -> Interval:
+def of_problems(shares: Sequence[float], answers: int) -> Interval:
+    """The 95 % interval of the mean of ``shares``, the correct part of the answers to each problem.
+
+    Of the effective sample size (Korn and Graubard 1998): at least the number of problems, at most that of ``answers``.
+    """
+    n, share = len(shares), fmean(shares)
+    spread, alone = variance(shares) / n if n > 1 else 0.0, share * (1 - share)
+    effective = min(answers, max(n, alone / spread)) if spread else answers if alone and n > 1 else n
+    return wilson(share * effective, effective)
+
+
+def wilson(successes: float, n: float) -> Interval:
     """The 95 % score interval of a proportion (Wilson 1927)."""
     share, z2 = successes / n, Z_95**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)

@@ -19,7 +19,7 @@ from functools import partial
 
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AdapterRolloutError
-from areal_lora.obs.trace import profiled
+from areal_lora.obs.trace import profiled, waiting
 from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer import work as w
@@ -69,7 +69,8 @@ def train(trainer: Trainer) -> None:
             case w.CopyState():
                 copy_state(trainer)
             case w.TrainOn() | w.Finish() | w.PublishFault() | w.RolloutFault():
-                trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
+                for spans in trainer.spans.values():  # while there is no batch, no adapter is trained
+                    spans.add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)
         began_s = time.perf_counter()
     end(trainer)
@@ -121,7 +122,7 @@ def train_step(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> 
         record = trainer.config.behaviour.router_replay == "old"
         batch = annotate(trainer.engine, adapter, batch, record=record)
     reached("trainer.annotated")
-    with spans.span("checkpoint_join"):
+    with waiting(trainer.spans.values(), "checkpoint_join"):
         keep_pace(trainer, state)
     with spans.span("train"):
         lr = learning_rate(adapter.config.optimizer, state.version, adapter.run.steps)
@@ -190,7 +191,7 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     spans.restart()
     with spans.span("checkpoint_copy"):
         trainer.checkpointing.save(state, controller_state(trainer, state), at_once=True)
-    with spans.span("publish_join"):
+    with waiting(trainer.spans.values(), "publish_join"):
         join_publish(trainer, state)
     with spans.span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version)

@@ -89,7 +89,7 @@ def test_the_page_trains_in_two_commands(own: Path, parts: list[Block]) -> None:
         assert found.truncated is not None
         expected = found.accuracy + 0.1 * (1 - found.truncated) - 0.001 * found.answer_tokens
         assert found.reward_mean == pytest.approx(expected, abs=1e-5), "rewards get token count and finish reason"
-    assert (several.n, several.n_samples, several.unscored, several.interval) == (6, 4, 0, "bootstrap")
+    assert (several.n, several.n_samples, several.unscored, several.interval) == (6, 4, 0, "wilson")
     assert list(several.pass_at) == [1, 2, 4]
     assert several.pass_at[1] == pytest.approx(several.accuracy)
     assert several.pass_at[1] <= several.pass_at[2] <= several.pass_at[4]

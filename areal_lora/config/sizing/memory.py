@@ -78,13 +78,17 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
     per_stage = trainer.world_size // trainer.pp
     processes = []
     for stage, layers in enumerate(_stages(config, shape)):
-        ranks = range(stage * per_stage, (stage + 1) * per_stage)
         name = "trainer rank" if trainer.pp == 1 else f"trainer rank, stage {stage}"
-        nodes = tuple(seats.trainer[rank].node for rank in ranks)
-        parts = tuple(_trainer(config, shape, stage, layers))
-        if config.cluster.device == "cpu":  # the device is the host
-            parts = tuple(Part(part.name, host=part.host + part.device) for part in parts)
-        processes.append(Memory(name=name, role="trainer", nodes=nodes, parts=parts))
+        nodes = dict[int, list[int]]()  # by ``owner`` of `_trainer`
+        for rank in range(per_stage):
+            number, inner = divmod(rank, trainer.etp)
+            owner = trainer.ep if inner or number >= trainer.ep else min(number, 1)
+            nodes.setdefault(owner, []).append(seats.trainer[stage * per_stage + rank].node)
+        for owner, of_owner in nodes.items():
+            parts = tuple(_trainer(config, shape, stage, layers, owner))
+            if config.cluster.device == "cpu":  # the device is the host
+                parts = tuple(Part(part.name, host=part.host + part.device) for part in parts)
+            processes.append(Memory(name=name, role="trainer", nodes=tuple(of_owner), parts=parts))
     if config.model.shared_memory:
         here = tuple(sorted({seat.node for seat in seats.trainer}))
         whole = Part("base in shared memory", host=base_bytes(shape, config.model.dtype))
@@ -109,8 +113,8 @@ def _stages(config: Config, shape: ModelShape) -> list[list[int]]:
     return [[layer for layer, owner in enumerate(owners) if owner == stage] for stage in range(t.pp)]
 
 
-def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
-    """Parts of one rank.
+def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int) -> list[Part]:
+    """Parts of one rank. ``owner``: 0 for the first of `slots.stage_sources`, 1 for the others, ep for no owner.
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
@@ -125,24 +129,24 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
       `activations.in_flight` micro-batches. With recompute one layer is there in full.
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
-    - Publish and checkpoint. Host: copies that a checkpoint writes. Device: what a source receives of tensor-parallel
-      ranks. Packed versions are where the adapter is (`PackedShard`), merged ones on the host; the other side has a
-      copy if the library sends from there (`weight_sync.link.broadcast_groups`).
+    - Publish and checkpoint. Host: an owner's copies, which a checkpoint writes. Device: what a source receives of
+      tensor-parallel ranks. Packed versions are where the adapter is (`PackedShard`), merged ones on the host; the
+      other side has a copy if the library sends from there (`weight_sync.link.broadcast_groups`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]
-    last = stage == t.pp - 1
     tokens, in_flight = t.max_tokens_per_microbatch, activations.in_flight(t, stage)
     per_layer = [tokens * activations.layer_elements(config, shape, layer) * item for layer in layers]
-    kept, once = in_flight * sum(per_layer), 0.0
+    kept, once, away = in_flight * sum(per_layer), 0.0, t.recompute == "offload"
     if t.recompute != "none":
-        kept, once = in_flight * len(layers) * tokens * activations.kept_elements(config, shape) * item, max(per_layer)
-    away = t.recompute == "offload"
+        inputs = tokens * activations.kept_elements(config, shape) * item
+        block = 1 << (int(inputs) - 1).bit_length() if away and not on_cpu else inputs  # page-locked: see `_base`
+        kept, once = in_flight * len(layers) * block, max(per_layer)
     heap = HEAP_CPU if on_cpu else HEAP_GPU
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
-    chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if last else 0
+    chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if stage == t.pp - 1 else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers)
+    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers, owner)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -151,13 +155,13 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
         Part("buffers", device=max(chunk, int(passes))),
         *([_served(config, shape, stage, layers)] if config.rollout.served_as else []),
         *published,
-        *_joining(config, shape, stage, layers),
+        *_joining(config, shape, stage, layers, owner),
         Part("process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
 
 
 def _adapters(
-    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int]
+    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int], owner: int
 ) -> list[Part]:
     """Parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints, what it sends."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
@@ -168,15 +172,14 @@ def _adapters(
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
-    unique = {
-        a.name: sizes[a.name] * len(layers) // shape.layers // max(1, slots.stage_sources(config, shape, a, layers))
-        for a in adapters
-    }
-    own, per_stage = item * sum(unique.values()), t.world_size // t.pp
+    owners = {a.name: slots.stage_sources(config, shape, a, layers) for a in adapters}
+    unique = {name: size * len(layers) // shape.layers // max(1, owners[name]) for name, size in sizes.items()}
+    owned, per_stage = [a for a in adapters if owner < owners[a.name]], t.world_size // t.pp
+    own = item * sum(unique[a.name] for a in owned)
     sent = (sent_bytes(config, shape, adapter).items() for adapter in adapters)
     wire = sum(max((nbytes for rank, nbytes in each if rank // per_stage == stage), default=0) for each in sent)
     wire = wire or item * max(unique.values(), default=0)  # the source is of another stage
-    copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in adapters)
+    copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in owned)
     # A packer for checkpoints and one for the wire receive what other tensor-parallel ranks send.
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
@@ -191,16 +194,16 @@ def _adapters(
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
         Part("publish and checkpoint", device=int(FP32 * received), host=int(FP32 * copied)),
         # One rank of a node sends for others: the ranks together hold each shard once.
-        Part(PACKED, device=wire if on_device else 0, host=wire if merged else own if over_host else 0),
+        Part(PACKED, device=wire if on_device else 0, host=wire * bool(owned) if merged else own if over_host else 0),
     ]
 
 
-def _joining(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
+def _joining(config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
     adapters = slots.joining_adapters(config)
     if not adapters:
         return []
-    parts = _adapters(config, shape, adapters[:1], stage, layers)
+    parts = _adapters(config, shape, adapters[:1], stage, layers, owner)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
     return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
@@ -212,7 +215,8 @@ def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) 
     untied = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0)
     shard = -(-untied // (t.fsdp_shard or t.world_size)) * item
     gathered = _gathered_elements(config, shape) * item
-    where = Part("base weights", host=shard) if t.cpu_offload else Part("base weights", device=shard)
+    # torch's allocator page-locks each shard in a block of a power of two, over many models a third more.
+    where = Part("base weights", host=4 * shard // 3) if t.cpu_offload else Part("base weights", device=shard)
     return [where, Part("gathered layer", device=gathered)]
 
 

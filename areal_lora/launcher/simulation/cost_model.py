@@ -35,9 +35,9 @@ FIRST = 2
 class CostModel:
     """A server's iteration takes ``read_s`` and ``sampled_token_s`` for each sequence; its prompts stop the others.
 
-    ``trained_token_s`` are those of one trainer rank. Answers are lognormal with ``sigma``, cut at ``longest`` tokens.
-    ``sources`` trainer ranks send ``nbytes``, at ``link_s`` seconds a byte (0: over no link). The KV cache of a server
-    holds ``kv_tokens``.
+    ``trained_token_s`` are those of one trainer rank, a group's prompt counted once. Answers are lognormal with
+    ``sigma``, cut at ``longest`` tokens. ``sources`` trainer ranks send ``nbytes``, at ``link_s`` seconds a byte (0:
+    over no link). The KV cache of a server holds ``kv_tokens``.
     """
 
     read_s: float
@@ -57,14 +57,19 @@ class CostModel:
     probe_s: float = 0.0
     kv_tokens: float = math.inf
 
-    @property
-    def resident(self) -> float:
-        """Sequences that the KV cache of a server holds, each with its prompt and half of an answer."""
-        return self.kv_tokens / (self.prompt_tokens + self.answer_tokens / 2)
+    def resident(self, config: Config) -> float:
+        """Sequences that the KV cache of a server holds, as a mean over time: Little's law of 100 groups.
+
+        A group's prompt is held once, until its longest answer ends; an answer grows.
+        """
+        n = config.adapters[0].sampling.n_samples
+        groups = [self.lengths(f"{i}", n) for i in range(100)]
+        held = sum(self.prompt_tokens * max(group) + sum(length**2 for length in group) / 2 for group in groups)
+        return self.kv_tokens * sum(map(sum, groups)) / held
 
     def seats(self, config: Config) -> int:
         """Sequences that run on a server at a time."""
-        return max(1, int(min(config.rollout.max_num_seqs, self.resident)))
+        return max(1, int(min(config.rollout.max_num_seqs, self.resident(config))))
 
     def lengths(self, key: str, n: int) -> list[int]:
         """Tokens of ``n`` answers; equal for equal keys."""
@@ -113,13 +118,24 @@ class CostModel:
 
 
 def arithmetic(config: Config, shape: ModelShape) -> CostModel:
-    """Of the first adapter. Prompts and answers take half of the longest answer, which is a guess."""
-    adapter, tp = config.adapters[0], config.rollout.tp
+    """Of the first adapter. Prompts and answers take half of the longest answer, which is a guess.
+
+    The trainer computes a group's prompt once (`collate.Tree`), in passes that train and that score (`learn.annotate`).
+    """
+    adapter, tp, algorithm = config.adapters[0], config.rollout.tp, config.adapters[0].algorithm
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
     nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
-    passes = sizes.training(longest, longest**2 // 2)
-    if (again := config.trainer.recompute) != "none":
-        passes += sizes.recompute(longest, 0 if again == "selective" else longest**2 // 2)
+    n, prompt = adapter.sampling.n_samples, longest // 2
+    answer = longest - prompt
+    tokens, pairs = prompt + n * answer, prompt**2 // 2 + n * answer * (prompt + answer // 2)
+    critics = [PassSizes.of(shape, replace(adapter.spec(""), value_head=True))] * algorithm.has_critic
+    scored = [sizes] * (algorithm.needs_prox(adapter.minibatches) or adapter.dropout > 0) + critics
+    if algorithm.kl_coef > 0 and algorithm.teacher is None:
+        scored.append(sizes if algorithm.has_reference else PassSizes.of(shape, None))
+    passes, again = sum(each.forward(tokens, pairs) for each in scored), config.trainer.recompute
+    for each in [sizes, *critics]:
+        passes += each.training(tokens, pairs)
+        passes += each.recompute(tokens, 0 if again == "selective" else pairs) if again != "none" else 0
     server = next(m for m in memory.job_memory(config, shape) if m.role == "rollout")
     kv_tokens = memory.kv_tokens(config, shape, server)
     remote = {seat.node for seat in seats.servers} - {seat.node for seat in seats.trainer}
@@ -128,7 +144,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         sampled_token_s=sizes.forward(1, longest) / FLOPS_PER_S / tp
         + memory.kv_token_bytes(config, shape) * longest * 3 / 4 / BYTES_PER_S,  # of the prompt and half an answer
         prompt_token_s=sizes.forward(1, longest // 2) / FLOPS_PER_S / tp,
-        trained_token_s=passes / longest / FLOPS_PER_S,
+        trained_token_s=passes / tokens / FLOPS_PER_S,
         prompt_tokens=longest / 2,
         answer_tokens=longest / 2,
         sigma=0.8,
@@ -148,9 +164,11 @@ def scaled(
 ) -> CostModel:
     """``costs`` times what a run of ``config`` took against its ``own`` arithmetic, lengths spread as its ``answers``.
 
+    Of several adapters the first counts, with its share of the tokens in the time of a step.
     Raises ConfigError for a run with too few steps.
     """
-    steps = [step for step in measured.steps if step.step_s and not step.by_client][FIRST:]
+    every = [step for step in measured.steps if step.step_s and not step.by_client]
+    steps = [step for step in every if step.adapter == config.adapters[0].name][FIRST:]
 
     def typical(tag: str) -> float:
         return median([value for step in steps if (value := step.metrics.get(tag)) is not None] or [0.0])
@@ -163,10 +181,15 @@ def scaled(
     if not sequences:
         raise ConfigError("--like", f"the run has at most {FIRST} training steps with samples", "name a longer run")
     prompt_tokens = tokens / sequences - mean
+    computed = sequences * (mean + prompt_tokens / config.adapters[0].sampling.n_samples)
     # A batch that was whole before the trainer requested it has taken the servers less than the step.
-    batch_s = median(step.step_s - max(0.0, step.metrics.get("time/batch_spare_s") or 0.0) for step in steps)
+    since_s = steps[0].time_s - steps[0].step_s
+    beside = [step for step in every if since_s < step.time_s <= steps[-1].time_s]
+    of_first, of_all = (sum(step.metrics.get("train/n_tokens") or 0.0 for step in some) for some in (steps, beside))
+    share = of_first / of_all
+    batch_s = share * median(step.step_s - max(0.0, step.metrics.get("time/batch_spare_s") or 0.0) for step in steps)
     served = batch_s / replace(own, answer_tokens=mean, prompt_tokens=prompt_tokens).batch_s(config)
-    trained_s = median(step.step_s * (1 - (step.trainer_idle or 0.0)) for step in steps)
+    trained_s = share * median(step.step_s * (1 - (step.trainer_idle or 0.0)) for step in steps)
     return replace(
         costs,
         answer_tokens=mean,
@@ -175,7 +198,7 @@ def scaled(
         read_s=costs.read_s * served,
         sampled_token_s=costs.sampled_token_s * served,
         prompt_token_s=costs.prompt_token_s * served,
-        trained_token_s=costs.trained_token_s * trained_s * config.trainer.world_size / tokens / own.trained_token_s,
+        trained_token_s=costs.trained_token_s * trained_s * config.trainer.world_size / computed / own.trained_token_s,
         activate_s=phases_s("stage", "commit"),
         probe_s=phases_s("probe"),
     )

@@ -241,7 +241,7 @@ class _World:
             position, *lengths = answers.token_ids
             self.result.trained.append(position)
             self.result.staleness[step - answers.adapter.version] += sum(lengths)
-            tokens += sum(lengths) + len(lengths) * self.costs.prompt_tokens
+            tokens += sum(lengths) + self.costs.prompt_tokens
         seconds = tokens * self.costs.trained_token_s / self.scenario.ranks
         return seconds * self.rng.uniform(1 - NOISE, 1 + NOISE)
 
@@ -353,7 +353,7 @@ class SimulationReport:
             ranks = ranks[max(0, at - every + 1) : at + every]
         return cls(
             run=simulate(config, costs, alone),
-            resident=costs.resident,
+            resident=costs.resident(config),
             lost=lost,
             after_loss=simulate(config, costs, replace(alone, lost=lost)) if lost else None,
             splits=tuple(found[:SPLITS]),

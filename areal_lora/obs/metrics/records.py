@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     ``version`` is the version the step started from, ``time_s`` the wall time since the start of the run.
     ``step_s`` starts with the previous version and includes its checkpoint copy, publish join and pack; ``spans`` are
-    the seconds of its phases by name.
+    the seconds of its phases by name, with what the trainer waited for other adapters meanwhile.
     ``staleness`` counts trained tokens by ``version - token version``.
     ``dropped`` (by reason) and ``retried`` (by kind of fault) count groups since the start of the run; ``faults`` has
     the last fault of each kind since the controller started.
@@ -159,8 +159,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     problems, sampling, workflow and reward. There are ``n_samples`` answers per problem. ``accuracy`` is None if the
     task has no rule for correctness. An ``unscored`` answer counts as not correct and is excluded from ``reward_mean``.
     ``left_out`` counts further problems whose prompts are too long.
-    ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
-    ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
+    ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson``, before
+    also ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
     ``measured_with``: another adapter whose version 0, the base as well, was evaluated for both; ``wall_s`` is 0 then.
     """

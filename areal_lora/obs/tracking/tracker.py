@@ -34,15 +34,20 @@ TIMED = (records.StepRecord, records.ResumeRecord, records.MembersRecord, record
 LEFT_OUT = "(left out)"
 FREE_TEXT = ("setup", "extra", "srun_extra", "wrapper")
 """Keys of ``cluster.slurm`` with shell lines and options, in which a key may be exported."""
-_SECRET_NAME = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(^|[_-])((api)?(key|secret|password|passwd|credential|cookie)s?|token|auth|authorization|bearer)$", re.IGNORECASE
+)
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_ASSIGNED = re.compile(r"""((?:--?[\w-]+ +(?!-)|[\w-]+=|\b[Bb]earer +)["']?)([^\s&;"']+)""")
+"""A name and its value in an address, a command or a header."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 SHORTEST = 8
 """Characters of a variable's value that is taken for a secret."""
 
 
 def public_config(config: Config) -> dict[str, Any]:
-    """``config`` as JSON values. Left out are shell lines of Slurm, texts under names such as ``api_key``, credentials
-    in addresses, and the values of environment variables with such names."""
+    """``config`` as JSON values. Left out are shell lines of Slurm, what has a name such as ``api_key``, also in an
+    address or a command, credentials in addresses, and the values of environment variables with such names."""
     values: dict[str, Any] = config.model_dump(mode="json")
     slurm = values["cluster"]["slurm"]
     for part in (slurm, *slurm["components"]):
@@ -59,7 +64,7 @@ def public_json(config: Config) -> str:
 def masked_text(text: str) -> str:
     """``text`` without credentials in addresses and values of environment variables with the name of a secret."""
     for name, value in os.environ.items():
-        if len(value) >= SHORTEST and _SECRET_NAME.search(name):
+        if len(value) >= SHORTEST and _is_secret(name):
             text = text.replace(value, LEFT_OUT)
     return _CREDENTIALS.sub("", text)
 
@@ -74,15 +79,21 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(_HUMP.sub("_", name)) is not None
+
+
 def _masked(value: Any) -> Any:
     match value:
         case str():
-            return masked_text(value)
+            return _ASSIGNED.sub(
+                lambda m: m[1] + LEFT_OUT if _is_secret(m[1].strip("-= '\"")) else m[0], masked_text(value)
+            )
         case list():
             return [_masked(item) for item in value]
         case dict():
             return {
-                masked_text(name): LEFT_OUT if isinstance(item, str) and _SECRET_NAME.search(name) else _masked(item)
+                masked_text(name): LEFT_OUT if isinstance(item, str | list) and _is_secret(name) else _masked(item)
                 for name, item in value.items()
             }
     return value
@@ -304,7 +315,8 @@ def follow(
         tracker.end(None)
         return None
     summary: dict[str, Any] = read_summary(folder).values() if folder.summary.is_file() else {}
-    tracker.end(Ending(state=state, summary=summary, report=report_page(RunPage(folder, public_json))))
+    report = masked_text(report_page(RunPage(folder, public_json)))  # its texts of faults may quote an address
+    tracker.end(Ending(state=state, summary=summary, report=report))
     return state
 
 

@@ -7,10 +7,11 @@ import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.tasks.tally import Answer, bootstrap, estimate, ks, majority, pass_at_k, wilson
+from areal_lora.tasks.tally import Answer, bootstrap, estimate, ks, majority, of_problems, pass_at_k, wilson
 from areal_lora.types import Outcome
 
 
@@ -56,6 +57,27 @@ def test_wilson_against_a_published_table(successes: int, n: int, low: float, hi
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
+def test_several_answers_count_as_one_for_a_problem_that_decides_them_and_as_several_for_one_that_does_not() -> None:
+    assert of_problems([0.0] * 30, 240) == wilson(0, 30)
+    assert of_problems([1.0] * 30, 240) == wilson(30, 30)
+    assert of_problems([0.0, 1.0] * 15, 240) == wilson(15, 30)
+    assert of_problems([0.5] * 30, 240) == wilson(120, 240)
+    assert of_problems([0.5], 8) == wilson(0.5, 1)
+
+
+@pytest.mark.parametrize(("a", "b", "least"), [(0.05, 2.0, 0.82), (0.15, 2.0, 0.88), (0.5, 0.5, 0.91)])
+def test_intervals_of_hard_sets_contain_the_accuracy(a: float, b: float, least: float) -> None:
+    """Eight answers to each of 30 problems, whose rates of correct ones are of a beta distribution."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw, held = np.random.default_rng(seed), 0
+    for _ in range(2000):
+        low, high = of_problems((draw.binomial(8, draw.beta(a, b, 30)) / 8).tolist(), 240)
+        held += low <= a / (a + b) <= high
+        assert low < high
+    assert held / 2000 > least
+
+
 def test_a_bootstrap_agrees_with_the_normal_interval_of_many_values_and_is_repeatable() -> None:
     draw = random.Random(1)
     values = [draw.gauss(2.0, 3.0) for _ in range(400)]
@@ -82,8 +104,8 @@ def test_several_answers_to_each_problem() -> None:
     found = estimate(problems, "function")
     assert found.pass_at == {1: pytest.approx(3 / 8), 2: pytest.approx((5 / 6 + 1 / 2) / 2), 4: 1.0}
     assert found.majority == 0.5
-    assert found.interval == "bootstrap"
-    assert found.accuracy_95 == (0.25, 0.5), "two problems: all resamples lie between their shares"
+    assert found.interval == "wilson"
+    assert found.accuracy_95 == wilson(3, 8), "no less variance than of independent answers is assumed"
     assert (found.answer_tokens, found.truncated) == (4.5, 1 / 8)
     ungraded = Answer(text="1", score=Score(reward=1.0, outcome=Outcome.OK))
     unruled = estimate([*problems, [ungraded] * 4], "function")

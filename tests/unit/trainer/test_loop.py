@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from areal_lora.algorithms.fair_queue import FairQueue
+from areal_lora.config.load import load_config
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
+from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.paths import DesiredPhase
+from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.collective.next_work import catch_up, collect_audit, join_checkpoint, next_work
@@ -26,6 +29,7 @@ from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.clocks import seen
 from tests.support.distributed.spawn import RanksFailed, run_ranks
+from tests.support.paths import EXAMPLES
 from tests.support.rollout.helpers import NAME, config, episode, stream
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.control_ranks import wait_for_rollouts
@@ -120,6 +124,57 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
     assert trainer.log.pop() == "want , c drains"
     states[2].phase = AdapterPhase.DONE
     assert next_work(trainer) is None
+
+
+@pytest.mark.parametrize("adapters", [1, 2, 5])
+def test_the_share_of_waiting_is_that_of_the_trainer_however_many_adapters_it_has(
+    monkeypatch: pytest.MonkeyPatch, adapters: int
+) -> None:
+    """Adapters in turn: 60 s until there is a batch, 4 s for a checkpoint, 20 s of training, 16 s for a publish."""
+    names, now_s, steps = [f"a{i}" for i in range(adapters)], [0.0], list[StepRecord]()
+    trainer: Any = Trainer([state(name, steps=99) for name in names], [])
+    trainer.checkpointing, trainer.rank_0 = SimpleNamespace(save=lambda *_, **__: None), None
+    trainer.publishing = SimpleNamespace(publish=lambda *_: None)
+    trainer.spans |= {name: Spans(lambda: now_s[0]) for name in names}
+    works = [TrainOn(adapter=name, batch=PACKED) for name in names * 4]
+
+    def passes(seconds: float, value: Any = None) -> Callable[..., Any]:
+        def run(*_: object, **__: object) -> Any:
+            now_s[0] += seconds
+            return value
+
+        return run
+
+    def learn(*_: object, **__: object) -> Any:
+        now_s[0] += 20
+        own, at = trainer.spans[names[len(steps) % adapters]], len(steps) // adapters
+        steps.append(StepRecord(step=at, version=at, time_s=0.0, step_s=own.total_s, spans=dict(own.seconds)))
+        return SimpleNamespace(skipped=0.0, per_sampled_token=lambda _: None)
+
+    def next_batch(*_: object) -> Work | None:
+        now_s[0] += 60
+        return works.pop(0) if works else None
+
+    own: dict[str, Any] = dict.fromkeys(("start", "end", "enter", "check_finite", "controller_state", "collect_audit"))
+    own |= {"start_audit": [], "batch_of": (None, {}), "annotate": None, "learning_rate": 0.1}
+    for name, value in own.items():
+        monkeypatch.setattr(loop, name, passes(0, value))
+    for name, function in {"keep_pace": passes(4), "join_publish": passes(16), "learn": learn}.items():
+        monkeypatch.setattr(loop, name, function)
+    monkeypatch.setattr(loop, "next_work", next_batch)
+    monkeypatch.setattr(
+        TrainingState, "tuned", SimpleNamespace(config=SimpleNamespace(optimizer=None), run=state("a").adapter.run)
+    )
+    monkeypatch.setattr(TrainingState, "advance", passes(0))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    trainer.run_folder, trainer.engine = (
+        SimpleNamespace(profile=None),
+        SimpleNamespace(spans=Spans(), memory=lambda: None),
+    )
+    trainer.config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
+    loop.train(trainer)
+    assert [step.trainer_idle for step in steps[adapters:]] == pytest.approx([0.8] * 3 * adapters)
+    assert {step.step_s for step in steps[adapters:]} == {100.0 * adapters}
 
 
 def test_an_adapter_whose_publish_waits_for_a_slot_takes_no_step_while_others_can() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
@@ -25,7 +28,7 @@ from areal_lora.config.sizing.memory import (
     source_ranks,
     staging_bytes,
 )
-from areal_lora.config.sizing.slots import send_places
+from areal_lora.config.sizing.slots import seats_of, send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
 from areal_lora.families.registry import known_config
@@ -40,12 +43,13 @@ from tests.support.paths import EXAMPLES
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 ONE_GPU = EXAMPLES / "one_gpu.yaml"
 DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_72b.yaml"
+CHECKPOINT = "publish and checkpoint"
 FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
 
 
 def estimate(*overrides: str) -> dict[str, Memory]:
     shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
-    return {m.name: m for m in job_memory(load_config([MOE], list(overrides)), shape)}
+    return {m.name: m for m in reversed(job_memory(load_config([MOE], list(overrides)), shape))}  # first owners
 
 
 def part(memory: Memory, name: str) -> float:
@@ -76,6 +80,28 @@ def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> 
     away = estimate(*sizes, "trainer.cpu_offload=true")["trainer rank"]
     assert away.device == rank.device - part(rank, "base weights")
     assert away.host > rank.host
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-32B", "Qwen/Qwen3-235B-A22B"])
+def test_offloaded_shards_take_blocks_of_powers_of_two(model: str) -> None:
+    """Shards of transformers' own parameters on eight ranks, each rounded up as torch's page-locked allocator does."""
+    values = dict(known_config(model) or {})
+    shape, kind = ModelShape.from_hf(values), values.pop("model_type")
+    keys = ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1", "trainer.world_size=8", "trainer.cpu_offload=true"]
+    rank = next(m for m in job_memory(load_config([MOE], keys), shape) if m.role == "trainer")
+    found = next(p.host for p in rank.parts if p.name == "base weights")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.bfloat16)
+    shards = [-(-p.shape[0] // 8) * p[0].numel() * 2 for p in whole.parameters()]
+    assert found == pytest.approx(sum(1 << (nbytes - 1).bit_length() for nbytes in shards), rel=0.2)
+    assert found > 1.1 * sum(shards)
+
+
+def test_inputs_of_layers_on_the_host_take_blocks_of_powers_of_two() -> None:
+    """48 layers of 12,000 tokens and 2,048 numbers on four ranks: 11.7 MiB each, of blocks of 16."""
+    sizes = ["trainer.max_tokens_per_microbatch=12000", "rollout.max_model_len=8192"]
+    less, away = (estimate(*sizes, f"trainer.recompute={kind}")["trainer rank"] for kind in ("full", "offload"))
+    assert away.host - less.host == 48 * 16 * 2**20
 
 
 def test_one_layer_is_held_twice_where_servers_round_or_merge_weights() -> None:
@@ -123,7 +149,7 @@ def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
     narrow = wide.model_copy(update={"name": "narrow", "rank": 8, "target_modules": ["linear_qkv"]})
 
     def of(*adapters: AdapterConfig) -> dict[str, dict[str, Part]]:
-        job = job_memory(config.model_copy(update={"adapters": list(adapters)}), shape)
+        job = reversed(job_memory(config.model_copy(update={"adapters": list(adapters)}), shape))
         return {memory.name: {p.name: p for p in memory.parts} for memory in job}
 
     both, first, second = of(wide, narrow), of(wide), of(narrow)
@@ -162,7 +188,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
     service = config.model_copy(update={"service": ServiceConfig(target_modules=targets)})
 
     def of(config: Config) -> dict[str, dict[str, Part]]:
-        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape)}
+        return {m.name: {p.name: p for p in m.parts} for m in reversed(job_memory(config, shape))}
 
     joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
     for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
@@ -223,6 +249,46 @@ def test_buffers_of_a_publish_are_those_of_the_packers(path: Path, model: str) -
     assert found.device == packers * 4 * (plan.space - plan.own)
     assert (packed.device, packed.host) == (wire, 0)
     assert found.host == copies, "shards are packed on the device"
+
+
+@pytest.mark.parametrize("over_host", [False, True])
+@pytest.mark.parametrize(
+    ("path", "model", "overrides"),
+    [
+        (MOE, "Qwen/Qwen3-30B-A3B", []),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"]),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.etp=2", "trainer.tp=2", "trainer.ep=4"]),
+        (MOE, "Qwen/Qwen3-30B-A3B", ["trainer.ep=2", "trainer.pp=2", "trainer.pp_layers=[20, 28]"]),
+        (DENSE, "Qwen/Qwen2.5-72B-Instruct", []),
+    ],
+)
+def test_owners_alone_copy_checkpoints_and_packed_versions(
+    path: Path, model: str, overrides: list[str], over_host: bool
+) -> None:
+    """Against the shards of the layout on each node: three copies in fp32, and one to send where gloo sends."""
+    backend = "weight_sync.backend=" + ("gloo" if over_host else "nccl")
+    shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([path], [*overrides, backend])
+    parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
+    sharded, spec = ShardedModel(shape=shape, layout=parallel), config.adapters[0].spec("")
+    ranks, held = [m for m in job_memory(config, shape) if m.role == "trainer"], Counter[int]()
+    for shard in wire_layout(sharded, spec, "float32").shards:
+        held[seats_of(config).trainer[shard.source].node] += 3 * shard.nbytes + shard.nbytes // 2 * over_host
+    for node in {node for rank in ranks for node in rank.nodes}:
+        copies = [p.host * m.nodes.count(node) for m in ranks for p in m.parts if p.name in (CHECKPOINT, PACKED)]
+        assert sum(copies) == pytest.approx(held[node], rel=0.1), node
+    assert sum(len(m.nodes) for m in ranks) == config.trainer.world_size
+
+
+def test_ranks_that_own_no_experts_copy_no_adapter_of_attention_alone() -> None:
+    """Of two adapters the first rank copies both, the other owners of experts one, and the remaining eight none."""
+    shape, config = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}), load_config([MOE])
+    [both] = config.adapters
+    attention = both.model_copy(update={"name": "attention", "target_modules": ["linear_qkv"]})
+    job = job_memory(config.model_copy(update={"adapters": [both, attention]}), shape)
+    ranks = [(len(m.nodes), sum(p.host for p in m.parts if p.name == CHECKPOINT)) for m in job if m.role == "trainer"]
+    size = {a.name: 12 * adapter_size(shape, a.spec("")).parameters for a in (both, attention)}
+    first, other = size[both.name] // 8 + size["attention"], size[both.name] // 8
+    assert ranks == [(1, pytest.approx(first, abs=99)), (7, pytest.approx(other, abs=99)), (8, 0)]
 
 
 EP8_PP8 = ["trainer.world_size=256", "trainer.tp=4", "trainer.ep=8", "trainer.pp=8", "cluster.nodes=64"]

@@ -20,7 +20,7 @@ from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import PassSizes
 from areal_lora.launcher.simulation.cost_model import FLOPS_PER_S, arithmetic, scaled
-from areal_lora.obs.metrics.records import RunMetrics
+from areal_lora.obs.metrics.records import RunMetrics, StepRecord
 from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
@@ -53,20 +53,71 @@ def test_a_relay_makes_the_requests_to_the_servers_below_it() -> None:
     assert [COSTS.requests_s(relay_tree(members(n))) / REQUEST_S for n in (8, 32, 63, 512)] == [8, 32, 64, 79]
 
 
-@pytest.mark.parametrize("recompute", get_args(Recompute))
-def test_the_trainer_computes_what_an_engine_counts(recompute: Recompute) -> None:
-    """A sequence of 30 k tokens: attention is more than a third of its layers."""
+PPO = ["adapters.0.algorithm={kind: ppo, kl_coef: 0.01, reference: initial}", "adapters.0.minibatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "overrides", "trained", "scored"),
+    [
+        *((recompute, [], 1, 0) for recompute in get_args(Recompute)),
+        ("full", ["adapters.0.minibatches=2"], 1, 1),
+        ("none", ["adapters.0.dropout=0.1"], 1, 1),
+        ("none", PPO, 2, 3),
+        ("selective", PPO, 2, 3),
+    ],
+)
+def test_the_trainer_computes_what_an_engine_counts(
+    recompute: Recompute, overrides: list[str], trained: int, scored: int
+) -> None:
+    """A group of four answers of 15 k tokens to a prompt of 15 k, in passes of `learn.annotate` and of training.
+
+    Attention is more than a third of a layer. The pass of a critic has no logits, which are a twentieth.
+    """
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"],
-        [f"trainer.recompute={recompute}", "adapters.0.sampling.max_new_tokens=30000", "rollout.max_model_len=32768"],
+        [
+            f"trainer.recompute={recompute}",
+            "adapters.0.sampling.max_new_tokens=30000",
+            "rollout.max_model_len=32768",
+            *overrides,
+        ],
     )
-    batch, layout = (
-        scoring_batch([[1] * 30_000], "a"),
-        ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0),
-    )
+    rows = [[1] * 15_000 + [2 + answer] * 15_000 for answer in range(4)]
+    batch, layout = scoring_batch(rows, "a"), ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0)
     sizes = {"a": PassSizes.of(SHAPE, config.adapters[0].spec(""))}
-    flops = flops_of(plans_of(batch, layout, 30_000), batch, sizes, recompute).total()
-    assert arithmetic(config, SHAPE).trained_token_s * 30_000 * FLOPS_PER_S == pytest.approx(flops, rel=1e-3)
+    passes = [recompute] * trained + [None] * scored
+    flops = sum(flops_of(plans_of(batch, layout, 75_000), batch, sizes, kind).total() for kind in passes)
+    found = arithmetic(config, SHAPE).trained_token_s * 75_000 * FLOPS_PER_S
+    assert found == pytest.approx(flops, rel=0.05 if trained > 1 else 1e-3)
+
+
+def test_a_reference_that_is_the_base_has_a_pass_without_adapter_and_a_teacher_has_none() -> None:
+    [plain, base, served] = (
+        arithmetic(load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], keys), SHAPE).trained_token_s
+        for keys in (
+            [],
+            ["adapters.0.algorithm.kl_coef=0.01"],
+            ["adapters.0.algorithm={kind: grpo, kl_coef: 0.01, reference: {model: m, url: 'http://127.0.0.1/v1'}}"],
+        )
+    )
+    assert base - plain == pytest.approx(2 * 3.3e9 / FLOPS_PER_S, rel=0.1), (
+        "two FLOPs for each weight that a token meets"
+    )
+    assert served == plain
+
+
+def test_the_kv_cache_holds_a_prompt_once_while_its_answers_run() -> None:
+    """Against groups that follow one another, token by token, on each of four places."""
+    law = replace(COSTS, prompt_tokens=300.0, answer_tokens=100.0, sigma=0.0, longest=400, kv_tokens=10_000.0)
+    n = CONFIG.adapters[0].sampling.n_samples
+    assert law.resident(CONFIG) == pytest.approx(10_000 / (300 / n + 50))
+    spread, running, held = replace(law, sigma=0.8), 0, 0
+    for group in (spread.lengths(f"other {i}", n) for i in range(1000)):
+        for at in range(max(group)):
+            alive = sum(length > at for length in group)
+            running, held = running + alive, held + 300 + alive * at
+    assert spread.resident(CONFIG) == pytest.approx(10_000 * running / held, rel=0.1)
+    assert spread.resident(CONFIG) < 0.8 * law.resident(CONFIG)
 
 
 def test_a_server_runs_what_its_kv_cache_holds() -> None:
@@ -78,8 +129,8 @@ def test_a_server_runs_what_its_kv_cache_holds() -> None:
     assert COSTS.seats(CONFIG) == CONFIG.rollout.max_num_seqs == 256, "768 tokens each"
     config = load_config(files, [*long, "trainer.max_tokens_per_microbatch=32768"])
     costs = arithmetic(config, SHAPE)
-    assert costs.seats(config) == int(seen / 22_500) == 21, "a prompt of 15 k tokens and half of such an answer"
-    assert costs.batch_s(config) > 2 * replace(costs, kv_tokens=math.inf).batch_s(config)
+    assert int(seen / 22_500) == 21 < costs.seats(config) < int(seen / (15_000 / 4 + 7_500)), "of 4 with one prompt"
+    assert costs.batch_s(config) > 1.5 * replace(costs, kv_tokens=math.inf).batch_s(config)
     unknown = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device_memory_gib": None})})
     assert arithmetic(unknown, SHAPE).seats(unknown) == 256
     assert replace(costs, kv_tokens=1000).seats(config) == 1
@@ -95,3 +146,31 @@ def test_lengths_are_equal_for_equal_keys_and_have_the_mean() -> None:
 def test_a_run_without_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 2 training steps"):
         scaled(COSTS, RunMetrics(), COSTS, CONFIG)
+
+
+def a_run(adapters: int, wait_s: float, train_s: float, steps: int) -> RunMetrics:
+    """Adapters that wait and train in turn, 100 sequences of 1,000 tokens a step, of which half are the prompt."""
+    names = [CONFIG.adapters[0].name, *(f"beside {i}" for i in range(1, adapters))]
+    found = [
+        StepRecord(
+            step=step,
+            version=step,
+            adapter=name,
+            time_s=(wait_s + train_s) * (step * adapters + turn),
+            step_s=(wait_s + train_s) * (adapters if step else turn),
+            spans={"wait_batch": wait_s * (adapters if step else turn), "train": train_s},
+            metrics={"train/n_sequences": 100.0, "train/n_tokens": 1e5, "train/mean_answer_tokens": 500.0},
+        )
+        for step in range(steps)
+        for turn, name in enumerate(names, 1)
+    ]
+    return RunMetrics(steps=found)
+
+
+@pytest.mark.parametrize("adapters", [1, 2, 8])
+def test_a_measured_step_computed_each_prompt_once_for_one_adapter(adapters: int) -> None:
+    """100 sequences are 25 groups of 4. A step of each adapter takes servers and trainer as long as without others."""
+    found = scaled(COSTS, a_run(adapters, 60.0, 20.0, 20), COSTS, CONFIG)
+    assert found.batch_s(CONFIG) == pytest.approx(80.0, rel=0.01)
+    assert found.prompt_tokens == 500
+    assert found.trained_token_s == pytest.approx(20 * CONFIG.trainer.world_size / (100 * 500 + 25 * 500))

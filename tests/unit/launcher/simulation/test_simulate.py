@@ -102,6 +102,13 @@ def test_a_server_whose_kv_cache_is_full_takes_longer() -> None:
     assert full.trainer_idle > ample.trainer_idle
 
 
+def test_a_step_takes_the_trainer_one_prompt_of_each_group() -> None:
+    """16 prompts of 20 tokens and 64 answers of 40 on two ranks, of which servers have more than enough."""
+    found = simulate(config(), replace(COSTS, sigma=0.0, trained_token_s=0.01), FOUR)
+    assert found.trainer_idle < 0.05
+    assert 3600 / found.steps_per_hour == pytest.approx((16 * 20 + 64 * 40) * 0.01 / 2, rel=0.05)
+
+
 def test_a_lost_host_is_excluded_and_costs_time() -> None:
     quiet, lost = simulate(config(), COSTS, FOUR), simulate(config(), COSTS, replace(FOUR, lost=2))
     assert quiet.excluded == {}

@@ -76,6 +76,24 @@ def test_it_follows_until_the_run_has_ended_and_sends_the_last_lines(folder: Run
     assert ending.report.startswith("<!doctype html>")
 
 
+def test_the_report_has_no_credentials_of_a_traceback(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-live-0123456789")
+    log = folder.log("controller-0")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(
+        "12:00:00.000 controller-0 ERROR areal_lora.x: failed\n"
+        'Traceback (most recent call last):\n  File "reward.py", line 3, in reward\n'
+        "ConnectionError: postgresql://bot:hunter2@db/answers and https://j/v1?key=sk-live-0123456789\n"
+    )
+    tracker = Recorder()
+    follow(folder, tracker, lambda: "done")
+    [ending] = tracker.endings
+    assert ending is not None
+    assert "postgresql://db/answers" in ending.report
+    assert "hunter2" not in ending.report
+    assert "sk-live" not in ending.report
+
+
 def test_a_stopped_run_keeps_what_its_resume_would_repeat(folder: RunFolder) -> None:
     write(folder, range(1, 3))
     sink = JsonlSink(folder.metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html import escape
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,37 @@ def test_planted_keys_are_left_out_and_all_else_is_there(monkeypatch: pytest.Mon
     assert after["adapters.0.reward.url"] == "https://judge.example/v1"
     assert after["adapters.0.reward.key_env"] == "JUDGE_KEY"
     assert after[f"{slurm}setup"] == LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "mcp", "env": [f"https://mcp.example/mcp/?a=b&tavilyApiKey={KEY}&c=d"], "tool_parser": "hermes"},
+        {"kind": "mcp", "env": [f"npx -y --quiet --brave-api-key {KEY} --port 1"], "tool_parser": "hermes"},
+        {"kind": "mcp", "env": [f"env GITHUB_TOKEN={KEY} npx gh --api-key='{KEY}'"], "tool_parser": "hermes"},
+        {"kind": "mcp", "env": [f'npx remote --header "Authorization: Bearer {KEY}"'], "tool_parser": "hermes"},
+        {"kind": "agent", "path": "a:f", "args": {"apiKey": KEY, "accessToken": KEY, "OPENAI_APIKEY": KEY}},
+        {"kind": "agent", "path": "a:f", "args": {"api_keys": [KEY, KEY], "headers": {"Cookie": KEY, "X-Auth": KEY}}},
+    ],
+)
+def test_keys_in_addresses_commands_and_arguments_are_left_out(given: dict[str, Any]) -> None:
+    values = make_config().model_dump(mode="json")
+    values["adapters"][0]["workflow"] = given
+    shown = public_config(Config.model_validate(values))
+    assert KEY not in json.dumps(shown)
+    assert shown["adapters"][0]["workflow"]["kind"] == given["kind"]
+    assert shown["adapters"][1:] == values["adapters"][1:]
+
+
+def test_names_and_texts_that_only_resemble_those_of_secrets_are_sent() -> None:
+    values = make_config().model_dump(mode="json")
+    args = {
+        "monkey": "see",
+        "stop_tokens": ["<end>"],
+        "command": "run --keyboard us --tokens 9 turkey=1 https://a/?k=v",
+    }
+    values["adapters"][0]["workflow"] = {"kind": "agent", "path": "a:f", "args": args}
+    assert public_config(Config.model_validate(values))["adapters"][0]["workflow"]["args"] == args
 
 
 def test_a_configuration_without_secrets_is_sent_as_it_is() -> None:

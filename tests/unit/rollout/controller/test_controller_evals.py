@@ -91,7 +91,7 @@ def test_a_greedy_set_and_one_of_four_samples(controller: Start) -> None:
     assert sampled.pass_at == {k: pytest.approx(v) for k, v in ((1, 6 / 22), (2, 6 / 11 * 5 / 6), (4, 6 / 11))}
     assert sampled.majority == pytest.approx(6 / 11), "two of four agree on the right one"
     assert sampled.answer_tokens == pytest.approx(3.5)
-    assert sampled.interval == "bootstrap"
+    assert sampled.interval == "wilson"
     assert sampled.accuracy_95 is not None
     assert sampled.accuracy_95[0] < 6 * 2 / 44 < sampled.accuracy_95[1]
     many = [r for r in pinned(server) if r.get("n") == 4]
