@@ -493,8 +493,6 @@ def test_the_moments_of_a_stage_are_divided_over_its_ranks() -> None:
 
 def test_context_parallelism_gathers_keys_and_values_of_all_ranks() -> None:
     one, two = (estimate("trainer.recompute=none", f"trainer.cp={cp}")["trainer rank"] for cp in (1, 2))
-    gathered = (
-        48 * 16384 // 4 * 2 * (2 * 2 - 1) * 4 * 128 * 2
-    )  # layers, tokens, keys and values of two ranks twice, bytes
+    gathered = 48 * 16384 // 4 * 2 * (2 - 1) * 4 * 128 * 2  # layers, tokens, keys and values of the other rank, bytes
     assert part(two, "activations") - part(one, "activations") == pytest.approx(1.1 * gathered)
     assert part(two, "base weights") == part(one, "base weights")

@@ -97,6 +97,28 @@ def test_attention_and_gradients_are_those_of_the_row(
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_common_start_is_kept_once_for_all_of_its_branches(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 branches of one token after a start of 30: a late part of the row sees the start a dozen times."""
+    plain_attention.install(monkeypatch)
+    branches, n = 16, 48
+    tree = Tree(sequences=tuple(range(branches)), shared=30)
+    batch, plan = make_batch([[7] * 30 + [i] for i in range(branches)]), MicroPlan(trees=((tree,),), n_tokens=n)
+    part = pack(batch, plan, 0, CPU, ContextGroup(rank=0, size=2)).attention
+    assert len(part.window(window).keys) > 6 * n
+    k, v = (torch.randn(n, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
+    q = torch.randn(n // 2, HEADS, WIDTH, requires_grad=True)
+    monkeypatch.setattr(ContextGroup, "gather", lambda self, x: torch.cat([k, v], dim=2))
+    kept = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        attend(part, q, k[: n // 2], v[: n // 2], window=window)
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.is_floating_point()}
+    row, own = 2 * n * GROUPS * WIDTH, 2 * part.n * HEADS * WIDTH + part.n * HEADS  # k, v; q, its output, log-sum-exps
+    assert sum(held.values()) <= 4 * (row + 2 * own), "bytes: some are views of more"
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_token_is_predicted_once_by_the_rank_of_the_token_before(
     size: int, monkeypatch: pytest.MonkeyPatch
