@@ -46,10 +46,14 @@ def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:
     """Buffers of one layer's backward pass, per token, beside what it keeps.
 
     Gradients of an MLP's projections and product (3 f), and of the layer's output. For each row of an expert also
-    those of its input and output, and a product that is added (3 h); where experts are divided, rows that travel.
+    those of its input and output, and a product that is added (3 h); where experts are divided, rows that travel. With
+    cp each part of a sequence takes the keys and values before it, and their gradients: of one that fills the row as
+    many rows as a rank has pairs of parts (4, `engine.layers.context`), and half a part.
     """
     rows = shape.experts_per_token * 3 * (shape.hidden + shape.expert_ffn)
-    return ((rows if layer in shape.sparse_layers else 3 * shape.ffn) + shape.hidden) / config.trainer.tp
+    mlp, t = rows if layer in shape.sparse_layers else 3 * shape.ffn, config.trainer
+    keys = 0.0 if t.cp == 1 else 4 * (4 * t.cp + 0.5) * shape.kv_heads * shape.head_dim
+    return (max(mlp, keys) + shape.hidden) / t.tp
 
 
 def kept_elements(config: Config, shape: ModelShape) -> float:

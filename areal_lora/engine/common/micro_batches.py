@@ -16,7 +16,7 @@ from areal_lora.data.collate import HOST, MicroPlan, find_trees, groups_of_start
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
-from areal_lora.engine.layers.context import ContextGroup
+from areal_lora.engine.layers.context import ZIGZAGS, ContextGroup
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AlignmentError
 from areal_lora.families.sites import PassSizes
@@ -52,7 +52,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
             lengths,
             dp=layout.dp,
             token_budget=token_budget,
-            multiple=layout.chunk * layout.tp * (1 if layout.cp == 1 else 2 * layout.cp),
+            multiple=int(np.lcm(layout.chunk * layout.tp, 1 if layout.cp == 1 else 2 * ZIGZAGS)) * layout.cp,
             uniform=layout.pp > 1,
             rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
             only=None if batch.only is None else batch.only.tolist(),

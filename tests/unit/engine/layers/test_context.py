@@ -70,6 +70,22 @@ def test_a_rank_has_an_early_and_a_late_part() -> None:
         assert len(set(starts)) == 1
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_equal_work_also_where_several_sequences_share_the_row(size: int) -> None:
+    """Of pairs (query, key); with one zigzag over the row the slowest of four has up to 2.5 times the mean."""
+    for lengths in ([3200], [2000, *[100] * 12], [700, 1500, 200, 500, 300]):
+        batch = make_batch([[i] * n for i, n in enumerate(lengths)])
+        trees = tuple(Tree(sequences=(i,), shared=0) for i in range(len(lengths)))
+        plan = MicroPlan(trees=(trees,), n_tokens=3200)
+        parts = [pack(batch, plan, 0, CPU, ContextGroup(rank=rank, size=size)).attention for rank in range(size)]
+        pairs = [int((part.positions[: part.n] + 1).sum()) for part in parts]
+        print(lengths, max(pairs) * size / sum(pairs))
+        assert sum(pairs) == sum(n * (n + 1) // 2 for n in lengths)
+        assert max(pairs) * size < 1.4 * sum(pairs)
+        if len(lengths) == 1:  # as many as `config.sizing.activations.pass_elements` counts
+            assert {len(part.window(None).keys) for part in parts} == {3200 * (4 * size + 0.5) / size}
+
+
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("size", [2, 3])
