@@ -4,8 +4,7 @@ from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.families.shape import ModelShape
 
 KEY_COPIES = 2.0
-"""Keys and values per packed token where they are gathered, on CPUs and with `trainer.cp`, of all ranks' tokens: the
-shared prompt of a group for each of its answers."""
+"""Keys and values per packed token that CPUs gather: the shared prompt of a group for each of its answers."""
 CHUNK = 2**26
 """Logits of which the output layer makes fp32 buffers at a time: `engine.layers.output`."""
 
@@ -19,10 +18,11 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
     """Elements that one layer keeps for the backward pass, per token of a micro-batch.
 
     Both norms keep their input (2 h), adapters that of attention and of a dense MLP. Attention keeps projections where
-    a norm follows, rotated queries and keys, values, and what it returns (2 q + 2 k, with norms 3 each); Megatron's
-    fused projection stays, and a copy of its queries for their norm. CPUs, without flash attention, keep padded and
-    gathered rows, too. An MLP of width f keeps both projections and their product, transformers' the activation, too.
-    Experts see each token ``experts_per_token`` times, on average; with tp, a rank routes its part of the sequence.
+    a norm follows, rotated queries and keys, values, and what it returns (2 q + 2 k, with norms 3 each); with cp, keys
+    and values of all ranks. Megatron's fused projection stays, and a copy of its queries for their norm. CPUs, without
+    flash attention, keep padded and gathered rows, too. An MLP of width f keeps both projections and their product,
+    transformers' the activation, too. Experts see each token ``experts_per_token`` times, on average; with tp, a rank
+    routes its part of the sequence.
     For a family without a row: both norms, and inputs and outputs of every linear layer.
     """
     t, h, sparse = config.trainer, shape.hidden, layer in shape.sparse_layers
@@ -31,13 +31,12 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
         return 4 * h + routed + sum(x.inputs + x.outputs for x in shape.checkpoint.linears if layer in x.layers)
     megatron, norms = t.engine == "megatron", 1 if shape.family.attention.norms else 0
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    gathered = KEY_COPIES * t.cp if t.cp > 1 else 1
     if config.cluster.device == "cpu":
         attention = (4 + norms) * q + (2 + norms + 2 * KEY_COPIES * t.cp) * k
     elif megatron:
-        attention = (3 + norms) * q + (1 + 2 * gathered) * k
+        attention = (3 + norms) * q + (1 + 2 * t.cp) * k
     else:
-        attention = (2 + norms) * q + (norms + 2 * gathered) * k
+        attention = (2 + norms) * q + (norms + 2 * t.cp) * k
     adapted = h * (1 if sparse and not megatron else 2)  # Megatron's router keeps its input
     mlp = shape.shared_ffn if sparse else shape.ffn
     return (2 * h + adapted + attention + routed + (3 if megatron else 4) * mlp) / t.tp
@@ -47,10 +46,14 @@ def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:
     """Buffers of one layer's backward pass, per token, beside what it keeps.
 
     Gradients of an MLP's projections and product (3 f), and of the layer's output. For each row of an expert also
-    those of its input and output, and a product that is added (3 h); where experts are divided, rows that travel.
+    those of its input and output, and a product that is added (3 h); where experts are divided, rows that travel. With
+    cp each part of a sequence takes the keys and values before it, and their gradients: of one that fills the row as
+    many rows as a rank has pairs of parts (4, `engine.layers.context`), and half a part.
     """
     rows = shape.experts_per_token * 3 * (shape.hidden + shape.expert_ffn)
-    return ((rows if layer in shape.sparse_layers else 3 * shape.ffn) + shape.hidden) / config.trainer.tp
+    mlp, t = rows if layer in shape.sparse_layers else 3 * shape.ffn, config.trainer
+    keys = 0.0 if t.cp == 1 else 4 * (4 * t.cp + 0.5) * shape.kv_heads * shape.head_dim
+    return (max(mlp, keys) + shape.hidden) / t.tp
 
 
 def kept_elements(config: Config, shape: ModelShape) -> float:

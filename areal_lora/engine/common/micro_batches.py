@@ -16,7 +16,7 @@ from areal_lora.data.collate import HOST, MicroPlan, find_trees, groups_of_start
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.layers.attention import PackedMicroBatch, to_sequences
-from areal_lora.engine.layers.context import ContextGroup
+from areal_lora.engine.layers.context import ZIGZAGS, ContextGroup
 from areal_lora.engine.layers.output import Readout
 from areal_lora.errors import AlignmentError
 from areal_lora.families.sites import PassSizes
@@ -29,22 +29,46 @@ Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
 Nothing else of a micro-batch outlives its passes: masks and activations of all together are many times those of one.
 """
 
+LAUNCHES = 1024
+"""Tokens of one device that take as long as the launches of a micro-batch: 70 to 1,800 by `docs/tools/sizes.py`."""
+
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
-    """The micro-batches of a pass over ``batch``, equal on every rank. Starts are shared within a group and adapter."""
+    """The micro-batches of a pass over ``batch``, equal on every rank. Starts are shared within a group and adapter.
+
+    Pipeline stages wait as long as (pp - 1) / c micro-batches take, with c virtual ones a rank (Narayanan et al.,
+    arXiv 2104.04473, section 2.2). So with pp the budget falls by fifths while they wait for more than an eighth of
+    their micro-batches and these get smaller; the plan is that of the least time.
+    """
     lengths = batch.cu_seqlens.diff().tolist()
     of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
     shared = batch.shared_starts.numpy() * [False, *(a == b for a, b in pairwise(of))]
-    return plan_microbatches(
-        find_trees(lengths, shared.tolist(), groups_of_starts(shared).tolist()),
-        lengths,
-        dp=layout.dp,
-        token_budget=token_budget * layout.cp,
-        multiple=layout.chunk * layout.tp * (1 if layout.cp == 1 else 2 * layout.cp),
-        uniform=layout.pp > 1,
-        rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
-        only=None if batch.only is None else batch.only.tolist(),
-    )
+    trees = find_trees(lengths, shared.tolist(), groups_of_starts(shared).tolist())
+    waits, row_ranks = (layout.pp - 1) * layout.pp / len(layout.stage_layers), layout.tp * layout.cp
+
+    def plan(token_budget: int) -> list[MicroPlan]:
+        return plan_microbatches(
+            trees,
+            lengths,
+            dp=layout.dp,
+            token_budget=token_budget,
+            multiple=int(np.lcm(layout.chunk * layout.tp, 1 if layout.cp == 1 else 2 * ZIGZAGS)) * layout.cp,
+            uniform=layout.pp > 1,
+            rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
+            only=None if batch.only is None else batch.only.tolist(),
+        )
+
+    def time(plans: list[MicroPlan]) -> float:
+        return (len(plans) + waits) * (plans[0].n_tokens + LAUNCHES * row_ranks)
+
+    best = last = plan(token_budget * layout.cp)
+    while last and waits > len(last) / 8:
+        frame = last[0].n_tokens
+        last = plan(frame - frame // 5)
+        best = min(best, last, key=time)
+        if last[0].n_tokens >= frame:  # that of one sequence
+            break
+    return best
 
 
 def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:

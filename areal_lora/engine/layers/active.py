@@ -122,7 +122,7 @@ class PackedTokens:
     [N] int32; those of expert e and adapter i before ``ends[e * N + i]``. All are on the device.
 
     ``routes`` [t, L, K] int16 are the experts that the server chose in the L layers with experts of this rank's stage,
-    -1 where the router chooses; None: everywhere.
+    or any for padding, -1 where the router chooses; None: everywhere.
     """
 
     keys: Tensor

@@ -197,23 +197,21 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
     ) -> Tensor:
         ctx.plan, ctx.scale, ctx.window = plan, scale, window
-        ctx.keys, ctx.cut = len(k), window is not None or plan.context is not None
-        if ctx.cut:
-            at = plan.window(window)
-            k, v = _take(k, at.keys), _take(v, at.keys)
-            out, lse, saved = varlen.forward(at.runs, q, k, v, causal=True, scale=scale, window=window)
-        else:
-            out, lse, saved = varlen.forward(plan.own.runs, q, k, v, causal=True, scale=scale)
-            if plan.shared:
-                at = plan.shared
-                parts = _take(q, at.queries), _take(k, at.keys), _take(v, at.keys)
-                before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
-                own, own_lse = _take(out, at.queries), _take(lse, at.queries)
-                share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
-                # Not in place: a recomputation may read the kernel's results again.
-                out = _put(out, at.queries, torch.lerp(before, own, share))
-                lse = _put(lse, at.queries, torch.logaddexp(own_lse, its_lse))
-                saved += more
+        ctx.cut = window is not None or plan.context is not None
+        at = plan.window(window) if ctx.cut else plan.own
+        # Not kept for the backward pass: a common start is taken for each of its branches.
+        seen = _take(k, at.keys), _take(v, at.keys)
+        out, lse, saved = varlen.forward(at.runs, q, *seen, causal=True, scale=scale, window=window)
+        if not ctx.cut and plan.shared:
+            at = plan.shared
+            parts = _take(q, at.queries), _take(k, at.keys), _take(v, at.keys)
+            before, its_lse, more = varlen.forward(at.runs, *parts, causal=False, scale=scale)
+            own, own_lse = _take(out, at.queries), _take(lse, at.queries)
+            share = (own_lse - its_lse).sigmoid()[..., None].to(out.dtype)  # of the sum of exponentials
+            # Not in place: a recomputation may read the kernel's results again.
+            out = _put(out, at.queries, torch.lerp(before, own, share))
+            lse = _put(lse, at.queries, torch.logaddexp(own_lse, its_lse))
+            saved += more
         ctx.save_for_backward(q, k, v, out, lse, *saved)
         return out
 
@@ -223,9 +221,10 @@ class _Flash(torch.autograd.Function):  # type: ignore[misc]
         q, k, v, out, lse, *saved = ctx.saved_tensors
         how = {"causal": True, "scale": ctx.scale, "window": window}
         at = plan.window(window) if ctx.cut else plan.own
-        dq, dk, dv = varlen.backward(at.runs, d_out, (q, k, v), out, lse, tuple(saved[:2]), **how)
+        inputs = q, _take(k, at.keys), _take(v, at.keys)
+        dq, dk, dv = varlen.backward(at.runs, d_out, inputs, out, lse, tuple(saved[:2]), **how)
         if ctx.cut:
-            dk, dv = (x.new_zeros(ctx.keys, *x.shape[1:]).index_add_(0, at.keys, x) for x in (dk, dv))
+            dk, dv = (x.new_zeros(len(k), *x.shape[1:]).index_add_(0, at.keys, x) for x in (dk, dv))
         elif plan.shared:
             at = plan.shared
             over, queries, context, sums = (_take(x, at.queries) for x in (d_out, q, out, lse))

@@ -1,9 +1,10 @@
 """Context parallelism: the ranks of a group compute one row of packed tokens together.
 
-The row is cut into 2 * size equal parts. Rank r computes parts r and 2 * size - 1 - r: under a causal mask the later of
-the two costs what the earlier one saves (Llama 3, arXiv 2407.21783, section 3.3.2). Attention gathers keys and values
-of the whole row; everything else is computed token by token. To Megatron and FSDP the ranks of a group are
-data-parallel ones, whose gradients are summed anyway.
+The row is cut into `ZIGZAGS` times 2 * size equal parts. Of each 2 * size rank r computes parts r and 2 * size - 1 - r:
+under a causal mask the later of the two costs what the earlier one saves (Llama 3, arXiv 2407.21783, section 3.3.2), if
+one sequence fills them. Several zigzags balance rows of shorter sequences. Attention gathers keys and values of the
+whole row; everything else is computed token by token. To Megatron and FSDP the ranks of a group are data-parallel ones,
+whose gradients are summed anyway.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+ZIGZAGS = 4
+"""More balance ranks better, and copy more keys: each part takes those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +37,16 @@ class ContextGroup:
         (found,) = (n for n, ranks in enumerate(groups) if rank in ranks)
         return cls(rank=groups[found].index(rank), size=len(groups[found]), group=made[found])
 
-    def parts(self, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """First and end of this rank's two parts of a row of ``n`` tokens, a multiple of 2 * size."""
-        part, last = n // (2 * self.size), 2 * self.size - 1 - self.rank
-        return (self.rank * part, (self.rank + 1) * part), (last * part, (last + 1) * part)
+    def parts(self, n: int) -> list[tuple[int, int]]:
+        """First and end of this rank's parts, in order, of a row of ``n`` tokens, a multiple of 2 * size.
+
+        Rows that cannot be divided further have fewer zigzags.
+        """
+        each = 2 * self.size
+        zigzags = int(np.gcd(n // each, ZIGZAGS))
+        part = n // (each * zigzags)
+        own = [i for i in range(each * zigzags) if self.rank in (i % each, each - 1 - i % each)]
+        return [(i * part, (i + 1) * part) for i in own]
 
     def places(self, n: int) -> np.ndarray[Any, Any]:
         """[n] int64: where each token of a row of ``n`` is once the ranks' parts are gathered, one after the other.

@@ -4,7 +4,7 @@ Megatron's all-to-all dispatcher counts a routing on the device, and the host wa
 router replay all experts are known before the forward pass, so the host waits once a micro-batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
@@ -73,8 +73,7 @@ def with_sizes(packed: PackedMicroBatch, dispatcher: CountedDispatcher) -> Packe
     (t, layers, k), first, n = routes.shape, dispatcher.local_expert_indices[0], dispatcher.num_local_experts
     experts = ep * n
     unread = routes.new_ones((t, 1, 1), dtype=torch.bool).index_fill_(0, packed.sources, False)
-    turns = torch.arange(t * k, device=routes.device).remainder(experts).view(t, 1, k)
-    routes = torch.where(unread, turns.to(routes.dtype), routes)
+    routes = torch.where(unread, _in_turn(t, k, experts, routes.device), routes)
     own = own_part(routes, t // parallel_state.get_tensor_model_parallel_world_size())
     chosen = own.transpose(0, 1).flatten(1).long() + 1  # [L, rows]; 0 is none
     counts = chosen.new_zeros(layers, 1 + experts).scatter_add_(1, chosen, chosen.new_ones(1, 1).expand_as(chosen))
@@ -97,6 +96,25 @@ def with_sizes(packed: PackedMicroBatch, dispatcher: CountedDispatcher) -> Packe
         gathered=found.sum(2),
         here=here,
     )
+
+
+def padding_in_turn(packed: PackedMicroBatch, layers: int, k: int, experts: int) -> PackedTokens:
+    """The tokens of ``packed``, whose padding gets ``k`` of the ``experts`` in turn in each layer.
+
+    Padding is equal tokens: a router would send all of them to the same experts, on few expert-parallel ranks.
+    """
+    tokens, t, n = packed.tokens, len(packed.tokens.keys), packed.attention.n
+    if n == t:
+        return tokens
+    turns, every = _in_turn(t, k, experts, tokens.keys.device), layers if tokens.routes is None else -1
+    routes = torch.full_like(turns, -1) if tokens.routes is None else tokens.routes
+    routes = torch.cat([routes[:n], turns[n:].expand(-1, routes.shape[1], -1)])
+    return replace(tokens, routes=routes.expand(-1, every, -1))
+
+
+def _in_turn(t: int, k: int, experts: int, device: torch.device) -> Tensor:
+    """[t, 1, k] int16."""
+    return torch.arange(t * k, device=device).remainder(experts).to(torch.int16).view(t, 1, k)
 
 
 def on_host(numbers: Tensor) -> Tensor:

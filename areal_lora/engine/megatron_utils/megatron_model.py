@@ -40,7 +40,7 @@ from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.served_weights import MergedPart, ServedSite
 from areal_lora.engine.megatron_utils import modules
 from areal_lora.engine.megatron_utils.base_weights import architecture, load_base
-from areal_lora.engine.megatron_utils.exchange_sizes import with_sizes
+from areal_lora.engine.megatron_utils.exchange_sizes import padding_in_turn, with_sizes
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL
 from areal_lora.platforms.device import collective_of, profiler_range
@@ -267,7 +267,9 @@ class MegatronModel:
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
         self._packing.follow(self.module, self.active)
-        self._dispatcher = modules.exchanging(self.module)
+        self._dispatcher, shape = modules.exchanging(self.module), sharded.shape
+        routing = (shape.moe_layers, shape.experts_per_token, shape.experts)
+        self._routing = routing if sharded.layout.ep > 1 else None
         # In place of Megatron's own, which knows neither a micro-batch's keys nor what to keep of our attention.
         layers = (layer for layer in self.module.modules() if isinstance(layer, TransformerLayer))
         recompute(layers, trainer.recompute, self.active)
@@ -320,6 +322,8 @@ class MegatronModel:
                 tokens, dispatcher = packed.tokens, self._dispatcher
                 if dispatcher and tokens.routes is not None and not self.active.chooses:
                     tokens = with_sizes(packed, dispatcher)
+                if self._routing and tokens is packed.tokens and not self.active.chooses:
+                    tokens = padding_in_turn(packed, *self._routing)
                 plan = self._packing.add(packed.attention, tokens)
                 for each in queues:
                     each.append((packed, plan))

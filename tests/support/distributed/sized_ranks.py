@@ -112,3 +112,20 @@ def both(path: str, case: Case, adapter: dict[str, np.ndarray], names: tuple[str
         mock.patch.object(dist, "reduce_scatter", reduce_scatter),
     ):
         return [passes(lambda _: None), passes(modules.exchanging)]
+
+
+def padded(path: str, case: Case) -> tuple[list[list[int]], np.ndarray]:
+    """How often the padding of a rank goes to each expert, by layer, and the scores; one rank has a short sequence."""
+    install_cpu_patches()
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    maps, rows = list[Tensor](), [[1 + i % 90 for i in range(60)], [7, 8, 9, 10]]
+    model: Any = engine._model
+    for layer in model.module.modules():
+        if isinstance(layer, MoELayer):
+            layer.router.register_forward_hook(lambda _, args, output: maps.append(output[1]))
+    batch = own_part(engine, make_batch(rows))
+    found = scores(engine, batch, adapter=None)
+    own = [len(row) for row in rows if engine.rank == (len(row) == 4)]
+    return [each[sum(own) :].sum(0).tolist() for each in maps], found

@@ -17,7 +17,7 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.config.sizing.activations import in_flight
+from areal_lora.config.sizing.activations import in_flight, pass_elements
 from areal_lora.config.sizing.memory import (
     GIB,
     PACKED,
@@ -559,8 +559,14 @@ def test_the_moments_of_a_stage_are_divided_over_its_ranks() -> None:
 
 def test_context_parallelism_gathers_keys_and_values_of_all_ranks() -> None:
     one, two = (estimate("trainer.recompute=none", f"trainer.cp={cp}")["trainer rank"] for cp in (1, 2))
-    gathered = (
-        48 * 16384 // 4 * 2 * (2 * 2 - 1) * 4 * 128 * 2
-    )  # layers, tokens, keys and values of two ranks twice, bytes
+    gathered = 48 * 16384 // 4 * 2 * (2 - 1) * 4 * 128 * 2  # layers, tokens, keys and values of the other rank, bytes
     assert part(two, "activations") - part(one, "activations") == pytest.approx(1.1 * gathered)
     assert part(two, "base weights") == part(one, "base weights")
+
+
+@pytest.mark.parametrize(("cp", "elements"), [(1, 3 * 29568), (4, 3 * 29568), (8, 2 * 2 * 65 * 8 * 128 // 2)])
+def test_a_pass_takes_keys_and_values_for_each_part_of_a_row(cp: int, elements: int) -> None:
+    """Of both and their gradients eight ranks have 65 / 16 rows each, 65 / 2 times their tokens; an MLP's are fewer."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen2.5-72B-Instruct") or {})
+    config = load_config([MOE], [f"trainer.cp={cp}", "trainer.tp=2", "trainer.ep=1"])
+    assert pass_elements(config, shape, 0) == (elements + 8192) / 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.data.collate import Tree, scoring_batch
+from areal_lora.data.collate import MicroPlan, Tree, plan_microbatches, scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.micro_batches import of_stage, plans_of
 from areal_lora.families.shape import ModelShape
@@ -72,6 +72,50 @@ def test_ranks_compute_whole_chunks_of_their_dispatcher(dispatcher: str, chunk: 
     plans = plans_of(batch, ParallelLayout.of(trainer, layers=2, experts=4), 512)
     assert plans
     assert {plan.n_tokens % (chunk * tp * cp) for plan in plans} == {0}
+
+
+def seconds(plans: list[MicroPlan], pp: int) -> int:
+    """Of a pipeline without virtual stages: micro-batch by micro-batch, a stage after the one before it and itself."""
+    ends = [0] * pp
+    for plan in plans:
+        for stage in range(pp):
+            ends[stage] = max(ends[stage], ends[stage - 1] if stage else 0) + plan.n_tokens
+    return ends[-1]
+
+
+@pytest.mark.parametrize(
+    ("n", "dp", "pp", "most"), [(64, 8, 4, 0.7), (64, 2, 8, 0.4), (128, 4, 8, 0.6), (256, 4, 8, 0.8)]
+)
+def test_pipeline_stages_have_micro_batches_that_keep_them_busy(n: int, dp: int, pp: int, most: float) -> None:
+    """Against the plan of the whole budget, and the best of all budgets: micro-batches have a cost of their own."""
+    random = Random(n)
+    lengths = [min(4000, round(random.lognormvariate(6.8, 0.6))) for _ in range(n)]
+    trees, budget = [Tree(sequences=(i,), shared=0) for i in range(n)], 32_768
+    trainer = TrainerConfig(world_size=dp * pp, pp=pp)
+    batch = scoring_batch([[i] * length for i, length in enumerate(lengths)], "a")
+    plans = plans_of(batch, ParallelLayout.of(trainer, layers=pp, experts=0), budget)
+    each = [
+        seconds(plan_microbatches(trees, lengths, dp=dp, token_budget=tokens, uniform=True), pp)
+        for tokens in (budget, *range(max(lengths), budget, 512))
+    ]
+    print(f"seed {n}: {len(plans)} of {plans[0].n_tokens}, {seconds(plans, pp)} of {each[0]}, best {min(each)}")
+    assert seconds(plans, pp) < most * each[0]
+    assert seconds(plans, pp) < 1.25 * min(each)
+    assert plans[0].n_tokens > 1024, "the launches of less take longer than its tokens"
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize(
+    ("lengths", "frame", "count"), [([30_000, 900, 900, 900], 30_000, 2), ([8000] * 160, 32_000, 40)]
+)
+def test_a_longest_sequence_and_many_micro_batches_keep_the_budget(
+    lengths: list[int], frame: int, count: int, virtual: int
+) -> None:
+    trainer = TrainerConfig(world_size=4, pp=4, pp_layers=[1] * 4 * virtual)
+    layout = ParallelLayout.of(trainer, layers=4 * virtual, experts=0)
+    plans = plans_of(scoring_batch([[i] * n for i, n in enumerate(lengths)], "a"), layout, 32_000)
+    assert {plan.n_tokens for plan in plans} == {frame}
+    assert len(plans) == (count if virtual == 1 else max(4, count)), "virtual stages take four in turn"
 
 
 def trees_of(batch: TrainBatch) -> list[Tree]:

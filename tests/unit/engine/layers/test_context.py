@@ -70,6 +70,22 @@ def test_a_rank_has_an_early_and_a_late_part() -> None:
         assert len(set(starts)) == 1
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_equal_work_also_where_several_sequences_share_the_row(size: int) -> None:
+    """Of pairs (query, key); with one zigzag over the row the slowest of four has up to 2.5 times the mean."""
+    for lengths in ([3200], [2000, *[100] * 12], [700, 1500, 200, 500, 300]):
+        batch = make_batch([[i] * n for i, n in enumerate(lengths)])
+        trees = tuple(Tree(sequences=(i,), shared=0) for i in range(len(lengths)))
+        plan = MicroPlan(trees=(trees,), n_tokens=3200)
+        parts = [pack(batch, plan, 0, CPU, ContextGroup(rank=rank, size=size)).attention for rank in range(size)]
+        pairs = [int((part.positions[: part.n] + 1).sum()) for part in parts]
+        print(lengths, max(pairs) * size / sum(pairs))
+        assert sum(pairs) == sum(n * (n + 1) // 2 for n in lengths)
+        assert max(pairs) * size < 1.4 * sum(pairs)
+        if len(lengths) == 1:  # as many as `config.sizing.activations.pass_elements` counts
+            assert {len(part.window(None).keys) for part in parts} == {3200 * (4 * size + 0.5) / size}
+
+
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("size", [2, 3])
@@ -95,6 +111,28 @@ def test_attention_and_gradients_are_those_of_the_row(
         total = total + (found * factors[own]).sum()
     for got, want in zip(torch.autograd.grad(total, (q, k, v)), wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_common_start_is_kept_once_for_all_of_its_branches(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 branches of one token after a start of 30: a late part of the row sees the start a dozen times."""
+    plain_attention.install(monkeypatch)
+    branches, n = 16, 48
+    tree = Tree(sequences=tuple(range(branches)), shared=30)
+    batch, plan = make_batch([[7] * 30 + [i] for i in range(branches)]), MicroPlan(trees=((tree,),), n_tokens=n)
+    part = pack(batch, plan, 0, CPU, ContextGroup(rank=0, size=2)).attention
+    assert len(part.window(window).keys) > 6 * n
+    k, v = (torch.randn(n, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
+    q = torch.randn(n // 2, HEADS, WIDTH, requires_grad=True)
+    monkeypatch.setattr(ContextGroup, "gather", lambda self, x: torch.cat([k, v], dim=2))
+    kept = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        attend(part, q, k[: n // 2], v[: n // 2], window=window)
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.is_floating_point()}
+    row, own = 2 * n * GROUPS * WIDTH, 2 * part.n * HEADS * WIDTH + part.n * HEADS  # k, v; q, its output, log-sum-exps
+    assert sum(held.values()) <= 4 * (row + 2 * own), "bytes: some are views of more"
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

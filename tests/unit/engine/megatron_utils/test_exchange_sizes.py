@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.distributed.engine_ranks import Case
 from tests.support.distributed.oracle import make_model, random_adapter
-from tests.support.distributed.sized_ranks import both
+from tests.support.distributed.sized_ranks import both, padded
 from tests.support.distributed.spawn import run_ranks
 
 
@@ -37,3 +37,15 @@ def test_replayed_passes_equal_those_that_count_every_layer(
         assert plain.keys() == sized.keys()
         for name, wanted in plain.items():
             assert np.linalg.norm(sized[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
+
+
+@pytest.mark.slow
+def test_padding_goes_to_all_experts(tmp_path: Path) -> None:
+    """Equal tokens would all choose the same. The scores are those of one rank, whose micro-batch has no padding."""
+    path = make_model(tmp_path, "moe")
+    (_, whole), *_ = run_ranks(padded, 1, tmp_path, (path, Case("one", 1)), timeout_s=200.0)
+    (_, first), (counts, _) = run_ranks(padded, 2, tmp_path, (path, Case("ep2", 2, ep=2)), timeout_s=200.0)
+    assert np.allclose(first, whole, atol=1e-5)
+    for each in counts:
+        assert sum(each) > 100
+        assert max(each) - min(each) <= 1
