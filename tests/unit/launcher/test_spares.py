@@ -24,6 +24,7 @@ from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.run_folder.status import last_beats
 from tests.support.clocks import wait_until
 from tests.support.launcher.cached_mount import CACHE_S, CachedMount
+from tests.support.launcher.other_host import look_from_elsewhere
 from tests.support.paths import EXAMPLES
 
 RUNNING, OVER = (RunState(phase=g, session="", secret_ns=1) for g in (Phase.RUNNING, Phase.OVER))
@@ -191,6 +192,16 @@ def test_each_start_of_a_run_is_another_state(config: Config, tmp_path: Path) ->
         assert first.phase is Phase.RUNNING
         create_secret(folder)
         assert spares.run_state(config, folder) != first
+
+
+def test_a_run_on_another_host_of_the_file_system_is_in_progress(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    with run_lock(folder):
+        look_from_elsewhere(monkeypatch, tmp_path)
+        assert spares.run_state(config, folder).phase is Phase.RUNNING
+    assert spares.run_state(config, folder).phase is Phase.OVER
 
 
 @pytest.mark.parametrize(
