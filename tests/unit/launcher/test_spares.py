@@ -14,10 +14,12 @@ from rich.console import Console
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import write_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
+from areal_lora.launcher.slurm import job_query
 from areal_lora.launcher.slurm.states import JobRecord, Phase
-from areal_lora.launcher.spares import RunState, own_devices, phase_of_run, run_spares
+from areal_lora.launcher.spares import RunState, SpareJob, add_servers, own_devices, phase_of_run, run_spares
 from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
@@ -232,3 +234,37 @@ def test_devices_are_those_given(config: Config, monkeypatch: pytest.MonkeyPatch
     assert own_devices(gpu, 2) == [("4", "5"), ("6", "7")]
     with pytest.raises(ConfigError, match="need 6, 4 are given"):
         own_devices(gpu, 3)
+
+
+def test_servers_elsewhere_are_not_added_to_a_run_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would load, publish an address of their own host and never join."""
+    submitted: list[str] = []
+
+    def submit(script: str) -> str:
+        submitted.append(script)
+        return "7"
+
+    monkeypatch.setattr(job_query, "submit", submit)
+    monkeypatch.setattr(spares, "run_state", lambda *_: RUNNING)
+    monkeypatch.setattr(spares, "run_spares", lambda *_, **__: ExitCode.DONE)
+    folder, job = RunFolder(tmp_path / "run", ""), SpareJob(servers=1, grace_s=1.0)
+    refusal = r"cluster.bind: .*127.0.0.1 \(fix: areal-lora stop, then areal-lora resume .*run cluster.bind=0.0.0.0\)"
+
+    def add(*overrides: str, here: bool = False) -> int:
+        example = EXAMPLES / "gsm8k_grpo_megatron_lora_moe_one_node.yaml"
+        write_config(folder, load_config([example], [f"run.root={tmp_path}", *overrides]))
+        return add_servers(folder, job, here=here, console=Console(quiet=True))
+
+    folder.path.mkdir()
+    with pytest.raises(ConfigError, match=refusal):
+        add("cluster.kind=slurm")
+    assert submitted == []
+    assert add("cluster.kind=slurm", here=True) == ExitCode.DONE, "perhaps on its node"
+    assert add("cluster.kind=slurm", "cluster.bind=0.0.0.0") == ExitCode.DONE
+    assert len(submitted) == 1
+    with run_lock(folder):
+        assert add() == ExitCode.DONE
+        look_from_elsewhere(monkeypatch, tmp_path)
+        with pytest.raises(ConfigError, match=refusal):
+            add()
+        assert add("cluster.bind=0.0.0.0") == ExitCode.DONE
