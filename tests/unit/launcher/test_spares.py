@@ -18,8 +18,9 @@ from areal_lora.config.recorded import write_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
 from areal_lora.launcher.slurm import job_query
+from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.launcher.slurm.states import JobRecord, Phase
-from areal_lora.launcher.spares import RunState, SpareJob, add_servers, own_devices, phase_of_run, run_spares
+from areal_lora.launcher.spares import RunState, add_servers, own_devices, phase_of_run, run_spares
 from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
