@@ -1,7 +1,6 @@
 """Find a run, its folder and its processes on this machine; options that several verbs have. Writes nothing."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -100,17 +99,6 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Rows with their columns below each other."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-
-
-def is_free(folder: RunFolder) -> bool:
-    """Whether no launcher of any machine holds the lock; False where that cannot be found out.
-
-    Takes the lock for a moment: call it only where a launcher is not likely to start.
-    """
-    with contextlib.suppress(OSError), folder.lock.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def local_processes(folder: RunFolder) -> dict[str, int]:

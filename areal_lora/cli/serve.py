@@ -28,6 +28,7 @@ from areal_lora.launcher.supervise import handled
 from areal_lora.network.http_server import listening
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import printable, setup_logging
+from areal_lora.processes.startup import raise_open_files
 from areal_lora.rollout.controller.eval_sets import load_sets
 from areal_lora.run_folder.events import now_utc
 from areal_lora.run_folder.paths import RunFolder
@@ -75,6 +76,7 @@ def serve_remote(
     """
     from areal_lora.engine.vllm_ext.remote.remote_server import run_remote
 
+    raise_open_files()
     setup_logging("serve-remote")
     run_remote(url, _token(token_file), model=model, device=device)
 

@@ -18,12 +18,12 @@ from rich.live import Live
 from rich.text import Text
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.cli.find_run import Run, aligned, is_free, local_processes, open_run
+from areal_lora.cli.find_run import Run, aligned, local_processes, open_run
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
 from areal_lora.launcher.slurm.job_query import look as look_up, lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
-from areal_lora.launcher.start import Owner, holder
+from areal_lora.launcher.start import Owner, holder, is_free
 from areal_lora.network.addresses import look as interfaces
 from areal_lora.obs.console import duration, histogram, number, percent, training_speed
 from areal_lora.obs.metrics.reader import newest_records, state_records

@@ -184,9 +184,9 @@ def node_findings(config: Config, node: NodeFacts) -> Iterator[DoctorFinding]:
     good, bad = f"bound and reached on {node.address}" if node.address else "", node.loop_problem
     fix = f"open high ports for {node.address} in the firewall (docs/en/cluster.md, Security)"
     yield from found("ports", host, good, bad and f"a port of {node.address} cannot be reached: {bad}", fix)
-    # One descriptor for each sequence in flight, and some hundreds for everything else.
-    need = OPEN_FILES + FILES_PER_SEQUENCE * config.rollout.max_num_seqs
-    fix = f"ulimit -n {need} in cluster.slurm.setup, or a higher hard limit in /etc/security/limits.conf"
+    # The controller has descriptors for each sequence in flight on any server, and some hundreds for everything else.
+    need = OPEN_FILES + FILES_PER_SEQUENCE * config.rollout.max_num_seqs * config.rollout.servers
+    fix = f"a hard limit of {need} in /etc/security/limits.conf, for Slurm LimitNOFILE of slurmd's unit"
     good = f"the limit is {node.open_files}"
     bad = f"{good}, {need} are recommended" if node.open_files < need else ""
     yield from found("open files", host, good, bad, fix, Level.FAIL if node.open_files < OPEN_FILES else Level.NOTE)

@@ -67,6 +67,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One node. ``clock_ahead_s`` is its clock minus that of the file system of the run root.
 
     ``resolved`` are the addresses of its own name; ``address`` is what processes of a run would bind to there.
+    ``open_files`` is the hard limit, to which each role raises its own.
     """
 
     host: str
@@ -245,7 +246,7 @@ def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None, 
         address = find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=()).address
     except ConfigError as error:
         problem = str(error)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         host=node_name(),
         resolved=resolved,

@@ -39,7 +39,7 @@ from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole, duration, human_bytes, print_line, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.obs.tracking.main import check_clients
-from areal_lora.run_folder.events import EndEvent, now_utc, record_end
+from areal_lora.run_folder.events import EndEvent, note_event, now_utc
 from areal_lora.tasks.check import reward_problems, task_problems
 
 ANSWER_S = 10.0
@@ -315,7 +315,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
         code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
         event = end_event(failure, code)
         end = RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
-    record_end(plan.run_folder, event)
+    note_event(plan.run_folder, event)
     if not plan.run_folder.summary.is_file():
         print_report(plan.run_folder, console)
     return end

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 import msgspec
 from rich.console import Console
@@ -32,6 +33,7 @@ from areal_lora.launcher.slurm.job_steps import KILL_WAIT_S, SpareJob, spare_scr
 from areal_lora.launcher.slurm.states import JobRecord, Phase, explain
 from areal_lora.launcher.start import Owner, holder
 from areal_lora.launcher.supervise import Interrupts, Supervisor
+from areal_lora.network.addresses import on_loopback
 from areal_lora.obs.console import print_line
 from areal_lora.processes.startup import VISIBLE
 from areal_lora.run_folder.paths import RunFolder
@@ -224,12 +226,20 @@ def own_devices(config: Config, n: int) -> list[tuple[str, ...]]:
 
 
 def add_servers(run_folder: RunFolder, job: SpareJob, *, nodes: int = 1, here: bool = False, console: Console) -> int:
-    """Add servers to a run in progress: as jobs of one on Slurm, else here until it ends. Returns an ``ExitCode``."""
+    """Add servers to a run in progress: as jobs of one on Slurm, else here until it ends. Returns an ``ExitCode``.
+
+    Raises ConfigError where the run has no address that they reach.
+    """
     folder = RunFolder(run_folder.path.absolute(), run_folder.session)
     config = read_config(folder)
     if min(job.servers, nodes) < 1:
         raise ConfigError("--servers", "at least one server is added", "give a positive number")
-    if here or config.cluster.kind == "local":
+    slurm, held = config.cluster.kind == "slurm", holder(folder)
+    elsewhere = not here if slurm else held is not None and held.host != Owner.me().host
+    if elsewhere and on_loopback(config.cluster.bind):
+        fix = f"areal-lora stop, then areal-lora resume {quote(str(folder))} cluster.bind=0.0.0.0"
+        raise ConfigError("cluster.bind", f"servers on other hosts cannot join on {config.cluster.bind}", fix)
+    if here or not slurm:
         return run_spares(config, folder, job.servers, grace_s=job.grace_s, console=console)
     if run_state(config, folder).phase is Phase.OVER:
         raise ConfigError(str(folder), "no run is in progress there", "start the run first")

@@ -1,9 +1,9 @@
 """The run folder at a start: new, with a run to resume, or with a finished run; one launcher uses it at a time.
 
-A file beside the run folder is locked with flock. Some network file systems have none (Lustre without ``-o flock``:
-ENOSYS). There a second file names the owner of the folder: host, boot, process and start time of that process. It is
-created exclusively. A file that a dead process of this host has left is replaced. One of another host is respected:
-whether its process is alive cannot be seen from here.
+A file beside the run folder is locked with flock, and names the owner of the folder for other hosts: host, boot,
+process and start time of that process. Some network file systems have no locks (Lustre without ``-o flock``: ENOSYS).
+There a second file names the owner. It is created exclusively. A file that a dead process of this host has left is
+replaced. One of another host is respected: whether its process is alive cannot be seen from here.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         """The process that the file at ``path`` names; None where there is none, or none that can be read."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
             return None
 
     @classmethod
@@ -107,16 +107,30 @@ def _started(pid: int) -> int | None:
 
 
 def holder(folder: RunFolder) -> Owner | None:
-    """The launcher of this machine that holds ``folder``, or the one that its mark names; None where none is known.
+    """The launcher that holds ``folder``, or the one that its mark names; None where none is known.
 
-    Takes no lock, which a launcher that starts would meet.
+    Takes no lock, which a launcher that starts would meet, unless one elsewhere has not released it.
     """
     with contextlib.suppress(FileNotFoundError):
         for pid in lock_holders(LOCKS.read_text(encoding="ascii"), folder.lock.stat().st_ino):
             if pid > 0 and (started := _started(pid)) is not None:
                 return msgspec.structs.replace(Owner.me(), pid=pid, started=started)
-    owner = Owner.of(folder.owner)
-    return None if owner is None or owner.is_over() else owner
+    for path in (folder.owner, folder.lock):
+        owner = Owner.of(path)
+        if owner is not None and not owner.is_over() and not (path == folder.lock and is_free(folder)):
+            return owner
+    return None
+
+
+def is_free(folder: RunFolder) -> bool:
+    """Whether no launcher of any machine holds the lock; False where that cannot be found out.
+
+    Takes the lock for a moment: call it only where a launcher is not likely to start.
+    """
+    with contextlib.suppress(OSError), folder.lock.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def lock_holders(locks: str, inode: int) -> list[int]:
@@ -141,7 +155,18 @@ def run_lock(folder: RunFolder) -> Iterator[None]:
             log.warning("%s: %s marks the run as started here instead", lacks, folder.owner.name)
             with _one_at_a_time(folder.owner):
                 _mark(folder, held)
+        else:
+            held.callback(_name_holder, fd, b"")
+            _name_holder(fd, msgspec.json.encode(Owner.me()))
         yield
+
+
+def _name_holder(fd: int, owner: bytes) -> None:
+    """Replace what the locked file holds. A run needs no name, so a disk error is none of its own."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, owner, 0)
+        os.fsync(fd)  # a network file system keeps it here until the file is closed
 
 
 def _mark(folder: RunFolder, held: contextlib.ExitStack) -> None:

@@ -29,7 +29,7 @@ from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole, print_line
-from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, note_event, now_utc
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import forget_endpoint, published_files, read_endpoint
 from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, forget_beats, last_beats, read_statuses
@@ -105,7 +105,8 @@ class Watch:
             for specs in self._restarts.due(time.monotonic()):
                 for spec in (spec for spec in specs if spec.role != SERVER):
                     # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
-                    forget_endpoint(self._folder, spec.role, spec.index)
+                    with contextlib.suppress(OSError):
+                        forget_endpoint(self._folder, spec.role, spec.index)
                 self._processes.start(specs)
             if now >= self._next_tick:
                 self._view.tick()
@@ -118,7 +119,7 @@ class Watch:
 
     def _show_page(self) -> None:
         """Print the address of the run's page once, also of one that was restarted; a job's log may be read by all."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if (address := self._folder.page.read_text(encoding="ascii").strip()) != self._page:
                 self._page = address
                 where = f"{self._folder.page} has its address" if self._in_job else address
@@ -154,11 +155,14 @@ class Watch:
         if not stuck:
             return None
         which = "; ".join(f"{spec.name} {how}" for spec, how in stuck)
-        path = restarts.write_stall(self._folder, self._processes.ask_stacks, which)
+        try:
+            stacks = str(restarts.write_stall(self._folder, self._processes.ask_stacks, which))
+        except OSError as error:
+            stacks = f"no file: {error}"
         waits = "; ".join(f"{process}: {text}" for process, text in read_statuses(self._folder).items())
-        self._view.note(f"{which}; the stacks of all processes are in {path}; {waits}")
+        self._view.note(f"{which}; the stacks of all processes are in {stacks}; {waits}")
         for spec, how in stuck:
-            write_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=str(path)))
+            note_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=stacks))
             members = self._processes.end(self._restarts.members(spec), why=how)
             verdict = self._decide(next(e for e in members if e.spec == spec), now)
             if verdict.ends_run:
@@ -167,24 +171,26 @@ class Watch:
 
     def _decide(self, ended: ProcessExit, now: float) -> RestartVerdict:
         beating = f"{roles.TRAINER}-0" if ended.spec.role == roles.TRAINER else ended.spec.name
-        ended = restarts.left_in_turn(self._folder, restarts.with_error(ended))
         # The trainer of a service may have nothing to train.
-        saves = ended.spec.role == roles.TRAINER and not self._serves
-        newest = newest_in(self._folder.checkpoints) if saves else None
+        newest: dict[str, int] | None = {} if ended.spec.role == roles.TRAINER and not self._serves else None
+        # What ended is reported once: a file system that fails for a moment must not lose it.
+        with contextlib.suppress(OSError):
+            ended = restarts.left_in_turn(self._folder, restarts.with_error(ended))
+            newest = newest if newest is None else newest_in(self._folder.checkpoints)
         verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating), newest)
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.
-            forget_beats(self._folder, spec.role, spec.index)
+            with contextlib.suppress(OSError):
+                forget_beats(self._folder, spec.role, spec.index)
         self._early = [(at, e) for at, e in self._early if restarts.unit_of(e.spec) != restarts.unit_of(ended.spec)]
         if not verdict.ends_run:
             self._view.note(str(verdict))
             if verdict.abandoned:
-                self._folder.excluded(ended.spec.name).touch()
+                with contextlib.suppress(OSError):
+                    self._folder.excluded(ended.spec.name).touch()
             event = AbandonEvent if verdict.abandoned else RestartEvent
-            write_event(
-                self._folder, event(at=now_utc(), process=restarts.unit_of(ended.spec), how=verdict.ended.cause)
-            )
+            note_event(self._folder, event(at=now_utc(), process=restarts.unit_of(ended.spec), how=verdict.ended.cause))
         return verdict
 
 

@@ -1,4 +1,4 @@
-"""What a process sets up at its start: its end with its parent, the garbage collector, its devices.
+"""What a process sets up at its start: its end with its parent, open files, the garbage collector, its devices.
 
 The plan numbers the devices of a node from 0. What Slurm or the user's environment gives may be 4,5,6,7 or UUIDs, so a
 number of the plan is a position in the inherited list.
@@ -7,10 +7,11 @@ number of the plan is a position in the inherited list.
 import ctypes
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from areal_lora.errors import ConfigError
 
@@ -20,6 +21,22 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(sig: signal.Signals) -> None:
     """Have the kernel send ``sig`` to this process when its parent ends in any way. A fork does not inherit this."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
+
+
+MOST_FILES = 1 << 20
+"""Programs that close every possible file before they start another one would take minutes with a container's 2^30."""
+
+
+def raise_open_files() -> None:
+    """Permit this process and its children as many open files as the hard limit does, up to ``MOST_FILES``.
+
+    Each request in flight is a connection, and the soft limit is usually 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # some sandboxes forbid any change
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextmanager

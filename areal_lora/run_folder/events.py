@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.errors import RecordError
+from areal_lora.errors import DISK_ERRORS, ExitCode, RecordError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 
@@ -37,7 +37,8 @@ class JsonlSink:
                 # A disk that gets full takes a part first.
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._file.truncate(start)
+            with suppress(OSError):  # the next start cuts what remains
+                self._file.truncate(start)
             raise refused(self._file.name, error) from error
 
     @property
@@ -53,11 +54,14 @@ class JsonlSink:
 
 
 def refused(path: Path | str, error: OSError) -> RecordError:
-    """Build the error for a failed write of records."""
-    return RecordError(
+    """Build the error for a failed write of records. A restart helps where the disk is neither full nor read-only."""
+    record = RecordError(
         f"{path}: a record cannot be written: {error.strerror} (fix: make room on the disk, or repair it, then start "
         "the same command: it resumes from the newest checkpoint)"
     )
+    if error.errno not in DISK_ERRORS:
+        record.exit_code = ExitCode.TEMPORARY
+    return record
 
 
 def whole_lines(path: Path, end: int | None = None, at: int = 0) -> Iterator[bytes]:
@@ -154,11 +158,11 @@ def write_event(run_folder: RunFolder, event: Event) -> None:
     sink.close()
 
 
-def record_end(run_folder: RunFolder, event: EndEvent) -> None:
-    """Append ``event``. A full disk is logged: the end of a run needs no record."""
+def note_event(run_folder: RunFolder, event: Event) -> None:
+    """Append ``event``. A disk error is logged: what the launcher does needs no record."""
     try:
         write_event(run_folder, event)
-    except RecordError as error:
+    except (RecordError, OSError) as error:
         log.warning("%s", error)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import die_with_parent
+from areal_lora.processes.startup import die_with_parent, raise_open_files
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.rendezvous import create_secret
@@ -245,6 +245,7 @@ def run_role(role: str, serve: Callable[[RunFolder], object], argv: Sequence[str
     parser = argparse.ArgumentParser(description=f"The {role} of a run; started by the launcher.")
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
+    raise_open_files()
     setup_logging(role, 0)
     stacks.install(run_folder.stack_dump(f"{role}-0"))
     die_with_parent(signal.SIGTERM)

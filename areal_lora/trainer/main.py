@@ -22,7 +22,7 @@ from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import collective_of
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import collector_paused, take_devices
+from areal_lora.processes.startup import collector_paused, raise_open_files, take_devices
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, wait_endpoint
 from areal_lora.run_folder.status import set_status
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    raise_open_files()
     setup_logging(ROLE, rank)
     stacks.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
     config = read_config(run_folder)

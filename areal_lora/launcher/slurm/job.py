@@ -19,7 +19,7 @@ from areal_lora.checkpoint.checkpoint_store import newest_in
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, read_config
-from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
+from areal_lora.errors import DISK_ERRORS, ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, run, submitted_job
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
@@ -29,7 +29,7 @@ from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
-from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
+from areal_lora.run_folder.events import RequeueEvent, note_event, now_utc
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder, write_file
 from areal_lora.run_folder.status import begin_session
 
@@ -123,15 +123,20 @@ class SlurmJob:
         if why := too_many(lifetime.without, self._config.run.max_restarts):
             self._say(f"The job ends as failed: {why}")
             return ExitCode.COMPONENT_FAILED
-        with SlurmSteps(self._config, self._plan, self._job) as steps:
-            result = self._watch(steps, words)
-            if words.first:
-                self._say(f"{words.first} arrived: the steps are stopped")
-            steps.stop()
+        try:
+            with SlurmSteps(self._config, self._plan, self._job) as steps:
+                result = self._watch(steps, words)
+                if words.first:
+                    self._say(f"{words.first} arrived: the steps are stopped")
+                steps.stop()
+        except OSError as error:  # most failures of a file system pass
+            if error.errno in DISK_ERRORS:
+                raise
+            result = JobOutcome(code=ExitCode.TEMPORARY, requeue=f"the supervisor failed: {error}")
         if result.requeue:
             result = self._requeue(lifetime, result)
         elif result.failure is not None:
-            record_end(self._folder, end_event(result.failure, result.code))
+            note_event(self._folder, end_event(result.failure, result.code))
         if result.text:
             self._say(result.text)
         if self._folder.summary.exists():  # also where an adapter has failed
@@ -151,7 +156,7 @@ class SlurmJob:
         self._folder.logs.mkdir(exist_ok=True)
         if self._job.restarts and last is not None and not last.reason:
             event = RequeueEvent(at=now_utc(), job=self._job.job, why=BY_SLURM, without=lifetime.without)
-            write_event(self._folder, event)
+            note_event(self._folder, event)
         self._say(f"Slurm job {self._job.job}, start {self._job.restarts + 1}, on {' '.join(self._job.hosts)}")
         return lifetime
 
@@ -174,7 +179,10 @@ class SlurmJob:
 
     def _requeue(self, lifetime: Lifetime, result: JobOutcome) -> JobOutcome:
         """Requeue the job, or state why it ends instead."""
-        without = lifetime.next_without(newest_in(self._folder.checkpoints))
+        newest: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            newest = newest_in(self._folder.checkpoints)
+        without = lifetime.next_without(newest)
         if why := too_many(without, self._config.run.max_restarts):
             return JobOutcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
         state = look(self._job.job, TRIES).state
@@ -184,8 +192,9 @@ class SlurmJob:
         count = f" ({without} of {self._config.run.max_restarts} without a new checkpoint)" if without else ""
         self._say(f"The job is requeued: {result.requeue}{count}")
         event = RequeueEvent(at=now_utc(), job=self._job.job, why=result.requeue, without=without)
-        write_event(self._folder, event)
-        write_lifetime(self._folder, msgspec.structs.replace(lifetime, reason=result.requeue))
+        note_event(self._folder, event)
+        with contextlib.suppress(OSError):  # then the next start counts this requeue as one by Slurm
+            write_lifetime(self._folder, msgspec.structs.replace(lifetime, reason=result.requeue))
         try:
             run("scontrol", "requeue", self._job.job)
         except EnvironmentError_ as error:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.errors import EnvironmentError_, ExitCode
+from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, server_cpus
 from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
-from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, quoted, step_options, task_script
+from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, of_nodes, quoted, step_options, task_script
 from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
@@ -234,22 +234,34 @@ class SpareJob:
 
 
 def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
+    """The script, for a node like those of the run's servers. Raises ConfigError where their container is missing."""
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
+    if "rollout" in slurm.srun_extra and "rollout" not in slurm.wrapper:
+        here = f"areal-lora add-servers {shlex.quote(str(run_folder))} --here"
+        fix = f"set cluster.slurm.wrapper.rollout, or submit `srun OPTIONS {here}` yourself"
+        reason = "the job of added servers has no srun: they would start without these options"
+        raise ConfigError("cluster.slurm.srun_extra.rollout", reason, fix)
     devices = job.servers * rollout.tp
-    named = {"time": job.time_limit or slurm.time_limit, "partition": job.partition or slurm.partition}
+    nodes = next((component for component in slurm.components if "rollout" in component.roles), None)
+    named = {
+        "mem": of_nodes(nodes, slurm, "mem"),
+        "time": job.time_limit or slurm.time_limit,
+        "partition": job.partition or of_nodes(nodes, slurm, "partition"),
+    }
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [
         f"--job-name={config.run.name}-servers",
         "--nodes=1",
         "--ntasks=1",
         f"--cpus-per-task={job.servers * server_cpus(config)}",
-        *([] if cluster.device == "cpu" else [gres(config, slurm.gres_type, devices)]),
+        *([] if cluster.device == "cpu" else [gres(config, of_nodes(nodes, slurm, "gres_type"), devices)]),
         *(f"--{name}={quoted(value)}" for name, value in named.items() if value),
         f"--output={quoted(log)}",
         "--open-mode=append",
         "--no-requeue",
         f"--signal=B:TERM@{LEAD_S}",
         *slurm.extra,
+        *(nodes.extra if nodes else []),
     ]
     command = [sys.executable, "-m", "areal_lora", "add-servers", str(run_folder), "--here"]
     command += ["--servers", str(job.servers), "--grace-s", f"{job.grace_s:g}"]

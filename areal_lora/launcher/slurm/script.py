@@ -85,18 +85,18 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
         f"--mincpus={max(1, *(sum(spec.cpus for spec in specs) for specs in here))}",
     ]
     if pool.devices_per_node:
-        options.append(gres(config, _of(component, slurm, "gres_type"), pool.devices_per_node))
+        options.append(gres(config, of_nodes(component, slurm, "gres_type"), pool.devices_per_node))
     named = {
-        "mem": _of(component, slurm, "mem"),
+        "mem": of_nodes(component, slurm, "mem"),
         "time": slurm.time_limit,
-        "partition": _of(component, slurm, "partition"),
+        "partition": of_nodes(component, slurm, "partition"),
     }
     options += [f"--{name}={quoted(value)}" for name, value in named.items() if value]
     # The job outlives a lost node, where enough servers remain.
     return options + (["--no-kill"] if plan.nodes > 1 else [])
 
 
-def _of(component: SlurmComponent | None, slurm: SlurmConfig, key: str) -> str | None:
+def of_nodes(component: SlurmComponent | None, slurm: SlurmConfig, key: str) -> str | None:
     """The component's value of ``key``, that of the job where it is unset; empty: none."""
     values = [section.model_dump()[key] for section in (component, slurm) if section is not None]
     return next((str(value) for value in values if value is not None), None)

@@ -115,7 +115,7 @@ def test_a_file_system_without_flock_too_few_open_files_and_no_interpreter(tmp_p
     level, reason, fix = found(findings, "open files")
     assert (code, level) == (69, "fail")
     assert "the limit is 256" in reason
-    assert "ulimit -n" in fix
+    assert "hard limit of" in fix
     level, reason, fix = found(findings, "interpreter")
     assert level == "fail"
     assert "/no/such/python: it cannot be started: No such file or directory" in reason

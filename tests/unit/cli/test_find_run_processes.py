@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.cli.find_run import is_free, local_processes
+from areal_lora.cli.find_run import local_processes
 from areal_lora.launcher.plan import MODULES
-from areal_lora.launcher.start import holder, lock_holders, run_lock
+from areal_lora.launcher.start import holder, is_free, lock_holders, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.clocks import wait_until
 

@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[DoctorFacts, Level, str, str]] = {
     "firewall": (node(loop_problem="timed out"), Level.FAIL, "cannot be reached", "firewall"),
     "clock": (node(clock_ahead_s=-42.0), Level.FAIL, "-42.0 s", "chronyd"),
     "shared memory": (node(shared_memory_bytes=64 << 20), Level.FAIL, "67.11 MB are free", "--shm-size"),
-    "few files": (node(open_files=256), Level.FAIL, "the limit is 256", "ulimit -n"),
+    "few files": (node(open_files=256), Level.FAIL, "the limit is 256", "hard limit of"),
     "no GPU": (node(gpus=[]), Level.FAIL, "lists no GPU", "gres_type"),
     "few GPUs": (node(gpus=[GPU] * 4), Level.FAIL, "4 GPUs", "devices_per_node=4"),
     "lost node": (replace(HEALTHY, missing_nodes=["n4"]), Level.FAIL, "did not answer", "--exclude in cluster.slurm"),
@@ -230,6 +230,14 @@ def test_two_nodes_are_compared_with_the_file_system() -> None:
     ((level, reason, _),) = problems(two, config(nodes=2))
     assert level is Level.FAIL
     assert "+60.0 s from that of the file system" in reason
+
+
+@pytest.mark.parametrize(("servers", "few"), [(1, []), (8, ["n2"])])
+def test_the_controller_holds_the_connections_of_all_servers(servers: int, few: list[str]) -> None:
+    plain = config()
+    of = plain.rollout.model_copy(update={"servers": servers, "max_num_seqs": 256})
+    found = check_all(plain.model_copy(update={"rollout": of}), node(open_files=4096), NEED_BYTES)
+    assert [one.path for one in found if one.check == "open files" and one.level is Level.NOTE] == few
 
 
 @pytest.mark.parametrize(("tp", "device", "mib"), [(1, "cpu", 64), (2, "cpu", 64 + 256), (1, "cuda", 64 + 8 * 64)])

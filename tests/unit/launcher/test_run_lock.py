@@ -18,6 +18,7 @@ from tests.support.cli.command import command_starter
 from tests.support.clocks import wait_until
 from tests.support.forks.starter import Fork
 from tests.support.launcher import lock_holder
+from tests.support.launcher.other_host import look_from_elsewhere
 from tests.support.sizes import sample
 
 LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
@@ -78,6 +79,30 @@ def test_the_second_launcher_is_refused_until_the_first_one_ends_or_dies(launche
     second.kill()
     second.wait()
     assert launchers.says(launchers.start()) == "held", "a launcher that died is in the way of the same command"
+
+
+@pytest.mark.parametrize("launchers", [[]], indirect=True, ids=["flock"])
+def test_a_launcher_of_another_host_is_found_until_its_lock_is_free(
+    launchers: Launchers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is the server's of a shared file system; the table of the kernel has those of this host alone."""
+    first, folder = launchers.start(), RunFolder(launchers.folder)
+    assert launchers.says(first) == "held"
+    look_from_elsewhere(monkeypatch, tmp_path)
+    found = holder(folder)
+    assert found is not None
+    assert (found.pid, found.host, found.here) == (first.pid, os.uname().nodename, False)
+    first.kill()
+    first.wait()
+    assert holder(folder) is None
+    assert folder.lock.read_bytes(), "nothing has released it"
+    second = launchers.start()
+    assert launchers.says(second) == "held"
+    assert (found := holder(folder)) is not None
+    assert found.pid == second.pid
+    second.terminate()
+    assert second.wait(120) == 0
+    assert folder.lock.read_bytes() == b"", "so nobody tries the lock of a run that has ended"
 
 
 @pytest.mark.parametrize("launchers", [["flock", "ENOSYS"]], indirect=True, ids=["ENOSYS"])

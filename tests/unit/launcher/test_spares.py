@@ -14,16 +14,20 @@ from rich.console import Console
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import write_config
 from areal_lora.errors import ConfigError, ExitCode
 from areal_lora.launcher import spares
+from areal_lora.launcher.slurm import job_query
+from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.launcher.slurm.states import JobRecord, Phase
-from areal_lora.launcher.spares import RunState, own_devices, phase_of_run, run_spares
+from areal_lora.launcher.spares import RunState, add_servers, own_devices, phase_of_run, run_spares
 from areal_lora.launcher.start import holder, run_lock
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.run_folder.status import last_beats
 from tests.support.clocks import wait_until
 from tests.support.launcher.cached_mount import CACHE_S, CachedMount
+from tests.support.launcher.other_host import look_from_elsewhere
 from tests.support.paths import EXAMPLES
 
 RUNNING, OVER = (RunState(phase=g, session="", secret_ns=1) for g in (Phase.RUNNING, Phase.OVER))
@@ -193,6 +197,16 @@ def test_each_start_of_a_run_is_another_state(config: Config, tmp_path: Path) ->
         assert spares.run_state(config, folder) != first
 
 
+def test_a_run_on_another_host_of_the_file_system_is_in_progress(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    with run_lock(folder):
+        look_from_elsewhere(monkeypatch, tmp_path)
+        assert spares.run_state(config, folder).phase is Phase.RUNNING
+    assert spares.run_state(config, folder).phase is Phase.OVER
+
+
 @pytest.mark.parametrize(
     ("state", "phase"),
     [
@@ -221,3 +235,37 @@ def test_devices_are_those_given(config: Config, monkeypatch: pytest.MonkeyPatch
     assert own_devices(gpu, 2) == [("4", "5"), ("6", "7")]
     with pytest.raises(ConfigError, match="need 6, 4 are given"):
         own_devices(gpu, 3)
+
+
+def test_servers_elsewhere_are_not_added_to_a_run_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would load, publish an address of their own host and never join."""
+    submitted: list[str] = []
+
+    def submit(script: str) -> str:
+        submitted.append(script)
+        return "7"
+
+    monkeypatch.setattr(job_query, "submit", submit)
+    monkeypatch.setattr(spares, "run_state", lambda *_: RUNNING)
+    monkeypatch.setattr(spares, "run_spares", lambda *_, **__: ExitCode.DONE)
+    folder, job = RunFolder(tmp_path / "run", ""), SpareJob(servers=1, grace_s=1.0)
+    refusal = r"cluster.bind: .*127.0.0.1 \(fix: areal-lora stop, then areal-lora resume .*run cluster.bind=0.0.0.0\)"
+
+    def add(*overrides: str, here: bool = False) -> int:
+        example = EXAMPLES / "gsm8k_grpo_megatron_lora_moe_one_node.yaml"
+        write_config(folder, load_config([example], [f"run.root={tmp_path}", *overrides]))
+        return add_servers(folder, job, here=here, console=Console(quiet=True))
+
+    folder.path.mkdir()
+    with pytest.raises(ConfigError, match=refusal):
+        add("cluster.kind=slurm")
+    assert submitted == []
+    assert add("cluster.kind=slurm", here=True) == ExitCode.DONE, "perhaps on its node"
+    assert add("cluster.kind=slurm", "cluster.bind=0.0.0.0") == ExitCode.DONE
+    assert len(submitted) == 1
+    with run_lock(folder):
+        assert add() == ExitCode.DONE
+        look_from_elsewhere(monkeypatch, tmp_path)
+        with pytest.raises(ConfigError, match=refusal):
+            add()
+        assert add("cluster.bind=0.0.0.0") == ExitCode.DONE

@@ -1,10 +1,22 @@
 """A torn last line of a JSONL file is cut; lines that are no events are skipped."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from areal_lora.run_folder.events import JsonlSink, RequeueEvent, StartEvent, count_requeues, read_events, write_event
+from areal_lora.errors import ExitCode, RecordError
+from areal_lora.run_folder import events
+from areal_lora.run_folder.events import (
+    JsonlSink,
+    RequeueEvent,
+    StartEvent,
+    count_requeues,
+    note_event,
+    read_events,
+    write_event,
+)
 from areal_lora.run_folder.paths import RunFolder
 
 PAGE_BYTES = 1 << 16
@@ -32,3 +44,52 @@ def test_a_line_that_is_no_event_hides_no_other(tmp_path: Path, line: bytes) -> 
     write_event(run, requeue)
     assert read_events(run) == [start, requeue]
     assert count_requeues(run) == 1
+
+
+class Refused:
+    """A file of a disk that takes nothing."""
+
+    name = "x.jsonl"
+
+    def __init__(self, path: Path, code: int) -> None:
+        self._file, self._error = path.open("ab"), OSError(code, os.strerror(code))
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, line: bytes) -> int:
+        raise self._error
+
+    def truncate(self, size: int) -> int:
+        raise self._error
+
+
+FULL, PASSES = ("ENOSPC", "EDQUOT", "EROFS"), ("EIO", "ESTALE", "ENOTCONN", "ESHUTDOWN", "ETIMEDOUT")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [*((n, ExitCode.DISK) for n in FULL), *((n, ExitCode.TEMPORARY) for n in PASSES)]
+)
+def test_a_process_that_a_passing_error_of_the_file_system_ends_is_restarted(
+    tmp_path: Path, name: str, code: ExitCode
+) -> None:
+    sink = JsonlSink(tmp_path / "x.jsonl")
+    sink._file = Refused(tmp_path / "x.jsonl", getattr(errno, name))  # type: ignore[assignment]
+    with pytest.raises(RecordError, match="a record cannot be written") as raised:
+        sink.write(b"{}")
+    assert raised.value.exit_code == code
+
+
+def test_what_the_launcher_does_needs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, event = RunFolder(tmp_path), StartEvent(at="", resumes=False)
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "_cut_torn_tail", stale)
+        note_event(run, event)
+        with pytest.raises(OSError, match="Stale"):
+            write_event(run, event)
+    note_event(run, event)
+    assert read_events(run) == [event]

@@ -43,7 +43,7 @@ from areal_lora.network.tls import Plane, server_context
 from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
-from areal_lora.processes.startup import collector_paused, die_with_parent, take_devices
+from areal_lora.processes.startup import collector_paused, die_with_parent, raise_open_files, take_devices
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--grace-s", type=float, default=0.0, help="leave the run in order within so many seconds")
     args = parser.parse_args(argv)
+    raise_open_files()
     setup_logging(ROLE, args.index)
     stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:

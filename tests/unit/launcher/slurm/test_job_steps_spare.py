@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from areal_lora.config.load import load_config
+from areal_lora.errors import ConfigError
 from areal_lora.launcher.slurm.job_steps import SpareJob, spare_script
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
@@ -46,3 +49,27 @@ def test_time_and_partition_of_the_command_win() -> None:
 
 def test_without_devices_there_is_no_gres() -> None:
     assert not any("--gres" in line for line in script("cluster.device=cpu"))
+
+
+def test_nodes_are_like_those_of_the_runs_servers() -> None:
+    """Of their component where the job is heterogeneous, what it leaves unset of the job, an empty text of neither."""
+    job = ("cluster.slurm.mem=800G", "cluster.slurm.partition=big", "cluster.slurm.extra=[--account=me]")
+    assert {"#SBATCH --mem=800G", "#SBATCH --partition=big"} <= set(script(*job))
+    parts = "{roles: [trainer, controller], nodes: 2, gres_type: h100, extra: [--constraint=ib]}, "
+    parts += "{roles: [rollout], partition: infer, gres_type: l40s, mem: 400G, extra: [--licenses=x]}"
+    lines = script(*job, "cluster.nodes=1", f"cluster.slurm.components=[{parts}]")
+    at = ["--partition=infer", "--gres=gpu:l40s:6", "--mem=400G", "--account=me", "--licenses=x"]
+    assert [line for line in at if f"#SBATCH {line}" not in lines] == []
+    assert not any("--constraint" in line for line in lines)
+    parts = parts.replace("mem: 400G, ", "").replace("infer", "''")
+    lines = script(*job, "cluster.nodes=1", f"cluster.slurm.components=[{parts}]")
+    assert "#SBATCH --mem=800G" in lines
+    assert not any("--partition" in line for line in lines)
+
+
+def test_a_container_that_srun_would_start_is_refused_and_one_of_a_wrapper_is_not() -> None:
+    image = "cluster.slurm.srun_extra.rollout=[--container-image=x]"
+    with pytest.raises(ConfigError, match=r"srun_extra.rollout: .*fix: set cluster.slurm.wrapper.rollout.* --here"):
+        script(image)
+    assert script(image, "cluster.slurm.wrapper.rollout=[apptainer, exec, x]")
+    assert script("cluster.slurm.srun_extra.trainer=[--container-image=x]")
