@@ -83,7 +83,8 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int, rank: int) -
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
-    further: dict[str, Any] = {"enforce_eager": True} if on_cpu else {}
+    # Requests state how they sample; vLLM would fill in what generation_config.json has, such as a repetition penalty.
+    further: dict[str, Any] = {"generation_config": "vllm"} | ({"enforce_eager": True} if on_cpu else {})
     if on_cpu and rollout.tp == 1:  # by its path: vLLM replaces the short name, for the sake of OpenMP
         further["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     for name, value in (further | rollout.engine_args).items():
