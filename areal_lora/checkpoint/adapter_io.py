@@ -31,7 +31,7 @@ from areal_lora.families.family import Scope
 from areal_lora.families.registry import target_of
 from areal_lora.families.safetensors_head import head_of
 from areal_lora.run_folder.paths import sync_folder, write_file
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterSpec, matches
 
 _EXPERT = re.compile(r"layers\.(\d+)\..*\.experts\.0\.[^.]+$")
 
@@ -73,17 +73,24 @@ def _fused_patterns(spec: AdapterSpec, names: Iterable[str]) -> tuple[dict[str, 
         ranks[fused, parts][found[1]] = rank = parts * spec.rank_of(module)
         alpha = spec.scale_of(module) * (math.sqrt(rank) if spec.rslora else rank)
         alphas[fused, parts][found[1]] = _number(alpha)
-    return _patterns(ranks, spec.rank), _patterns(alphas, spec.alpha)
+    return _patterns(ranks, spec.rank, spec.rank_pattern), _patterns(alphas, spec.alpha, spec.alpha_pattern)
 
 
-def _patterns(numbers: Mapping[tuple[str, int], Mapping[str, float]], default: float) -> dict[str, float]:
-    """One pattern for each number of (parameter, parts) by layer that is not that of the parts."""
+def _patterns(
+    numbers: Mapping[tuple[str, int], Mapping[str, float]], default: float, given: Sequence[tuple[str, float]]
+) -> dict[str, float]:
+    """One pattern for each number of (parameter, parts) by layer that readers find otherwise.
+
+    They look for a fused name among the patterns ``given``, then derive its number from ``default``.
+    """
     patterns: dict[str, float] = {}
     for (fused, parts), by_layer in numbers.items():
         for number in dict.fromkeys(by_layer.values()):
             layers = sorted((layer for layer, other in by_layer.items() if other == number), key=int)
             where = "" if len(layers) == len(by_layer) else rf"layers\.({'|'.join(layers)})\."
-            if not math.isclose(number, parts * default):
+            fulls = [f"model.layers.{layer}.mlp.experts.{fused}" for layer in layers]
+            found = [next((n for pattern, n in given if matches(pattern, full)), parts * default) for full in fulls]
+            if not all(math.isclose(number, each) for each in found):
                 patterns[rf"{where}mlp\.experts\.{fused}"] = number
     return patterns
 

@@ -228,17 +228,17 @@ class Version(WholeCheckpoint):
         return tensors | {name: tensors[wire] for name, wire in self.aliases.items()}
 
     def export(self, folder: Path, *, base: str | None = None) -> None:
-        """Write the PEFT folder, with ``base`` as the name of its base model if that is given.
+        """Write the PEFT folder, with ``base`` as the name of its base model; another base has no known revision.
 
         Raises AdapterError if it exists, OSError if it cannot be written.
         """
         from areal_lora.checkpoint.adapter_io import save_peft
 
-        spec = self.manifest.spec
-        if base is not None:
-            spec = replace(spec, base_model=base)
+        spec, revision = self.manifest.spec, self.revision
+        if base not in (None, spec.base_model):
+            spec, revision = replace(spec, base_model=base), None
         tensors = {name: tensor for name, tensor in self.tensors().items() if name not in self.aliases}
-        save_peft(folder, spec, tensors, spec.base_model, self.aliases, revision=self.revision)
+        save_peft(folder, spec, tensors, spec.base_model, self.aliases, revision=revision)
 
 
 def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: str | None = None) -> Version:

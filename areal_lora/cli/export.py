@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import webbrowser
@@ -88,21 +89,27 @@ def _adapter(
 
     path = Path(os.path.expanduser(source))
     if (path / CONFIG_FILE).is_file():
-        spec, tensors = load_peft(path, lambda named: read_shape(_model_folder(base or named)))
-        return path.name, _model_folder(base or spec.base_model), tensors, spec
+
+        def base_of(named: str) -> Path:
+            revision = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")).get("revision")
+            return _model_folder(base) if base else _model_folder(named, revision)
+
+        spec, tensors = load_peft(path, lambda named: read_shape(base_of(named)))
+        return path.name, base_of(spec.base_model), tensors, spec
     folder, config = open_run(source)
     chosen = pick_version(folder, config, version, adapter)
     spec = chosen.manifest.spec
     return str(chosen.ref), _model_folder(base or config.model.folder), chosen.tensors(), spec
 
 
-def _model_folder(text: str) -> Path:
+def _model_folder(text: str, revision: str | None = None) -> Path:
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         return path
-    cached = cached_snapshot(text, None) if is_hub_name(text) else None
+    cached = cached_snapshot(text, revision) if is_hub_name(text) else None
     if cached is None:
-        raise ConfigError(text or "the adapter", "its base model is not on this machine", "name it with --base FOLDER")
+        named = f"{text} at revision {revision}" if revision else text or "the adapter"
+        raise ConfigError(named, "its base model is not on this machine", "name it with --base FOLDER")
     return cached
 
 

@@ -76,6 +76,12 @@ def variants(engine: Engine, config: Mapping[str, Any]) -> list[str]:
     return [what for what, bad in found.items() if bad]
 
 
+def quantised(config: Mapping[str, Any]) -> str:
+    """The method by which the checkpoint of a config.json is quantised; empty if it is not."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    return str(found.get("quant_method", "of an unknown method")) if found else ""
+
+
 Layout = Literal["none", "per_expert", "shared", "shared_outer"]
 """How routed experts are adapted; ``none``: a dense model, or no expert among the modules."""
 Mode = Literal["unmerged", "merged"]

@@ -13,12 +13,14 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
+import glob
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from areal_lora.config.sections.task import PromptFormat
@@ -54,8 +56,40 @@ def load_tokenizer(folder: str) -> TextTokenizer:
 
     if not Path(folder).is_dir():  # transformers would take it for a name on the hub
         raise ConfigError("model.path", f"{folder}: no such folder", "restore the model's folder")
+    keep_byte_level(folder)
     tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: _Part | None = None
+
+
+class _TokenizerConfig(msgspec.Struct):
+    tokenizer_class: str | None = None
+
+
+def keep_byte_level(folder: str) -> None:
+    """Have transformers, and vLLM with it, take a byte-level tokenizer.json as it is, in this process and its forks.
+
+    If tokenizer_config.json declares LlamaTokenizer, as DeepSeek's do, transformers 5 builds that class's own steps
+    around the vocabulary, which lose each space. It knows such models by their names on the hub, not by a folder.
+    """
+    config, file = Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")
+    if not config.is_file() or not file.is_file():
+        return
+    declared = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).tokenizer_class
+    if declared not in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return
+    decoder = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
+    if decoder is not None and decoder.type == "ByteLevel":
+        from transformers.models.auto.tokenization_auto import MODEL_IDS_TO_TOKENIZERS_BACKEND
+
+        MODEL_IDS_TO_TOKENIZERS_BACKEND.append(glob.escape(folder.lower()))  # patterns of lower-case names
 
 
 def vocabulary(folder: str) -> list[str]:

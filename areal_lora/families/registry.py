@@ -2,9 +2,10 @@
 
 A family without a row: what a checkpoint's safetensors headers state of the linear layers of its model.
 
-Every two-dimensional ``weight`` of a numbered layer is a linear layer under its published name, except routers. It
-is adapted alone, with a lora_A of its own, as PEFT does. Experts that are published one by one as gate, up and down
-projections under names that a row of the table uses are adapted like those of that row.
+Every two-dimensional ``weight`` of a numbered layer is a linear layer under its published name, except routers and
+norms (Cohere's have a row for each head). It is adapted alone, with a lora_A of its own, as PEFT does. Experts that are
+published one by one as gate, up and down projections under names that a row of the table uses are adapted like those of
+that row.
 """
 
 import math
@@ -303,7 +304,7 @@ def derive(tensors: Mapping[str, Shape]) -> Checkpoint:
             path = f"{expert['before']}.{{}}.{expert['leaf']}"
             experts[path].add((layer, int(expert["expert"])))
             widths[path] = shape
-        elif path_of(f"{found['prefix']}.{layer}.{rest}"):
+        elif not rest.endswith("norm") and path_of(f"{found['prefix']}.{layer}.{rest}"):
             kinds[rest].append((found["prefix"], layer, shape))
     mlp = _gated(experts)
     layers = sorted({layer for layer, _ in experts[mlp.down]}) if mlp else []

@@ -230,6 +230,10 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
     """An engine trains a model with this config.json."""
     if facts.hf_config is None:
         return
+    if kind := support.quantised(facts.hf_config):
+        fix = "use its 16-bit checkpoint; rollout.engine_args.quantization=fp8_per_channel has servers quantise that"
+        yield Finding("model.path", f"its weights are quantised ({kind}), and trainers read 16 and 32 bits", fix)
+        return
     possible = support.engines(facts.hf_config)
     if not possible:
         problems = {engine: support.engine_problems(engine, facts.hf_config) for engine in support.ENGINES}

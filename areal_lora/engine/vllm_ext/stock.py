@@ -17,6 +17,7 @@ from typing import Any
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.config.rules.adapter_rules import VLLM_LORA_RANKS
+from areal_lora.data.prompts import keep_byte_level
 from areal_lora.engine.vllm_ext.server.main import set_environment
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.families.peft_folder import CONFIG_FILE
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from areal_lora.engine.vllm_ext.server import tool_calls
 
         fork_engines()
+        keep_byte_level(config.model.folder)
         if tool_calls.configured_parsers(config):  # of the run's agents: they answer beside vLLM
             tool_calls.prepare(config)
             words += ["--middleware", f"{tool_calls.__name__}.{tool_calls.ToolCallsMiddleware.__name__}"]
@@ -81,7 +83,8 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int, rank: int) -
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
-    further: dict[str, Any] = {"enforce_eager": True} if on_cpu else {}
+    # Requests state how they sample; vLLM would fill in what generation_config.json has, such as a repetition penalty.
+    further: dict[str, Any] = {"generation_config": "vllm"} | ({"enforce_eager": True} if on_cpu else {})
     if on_cpu and rollout.tp == 1:  # by its path: vLLM replaces the short name, for the sake of OpenMP
         further["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     for name, value in (further | rollout.engine_args).items():

@@ -305,40 +305,42 @@ EXPERTS_ALONE = r"experts.*(gate|up|down)_proj"
     [
         ({}, 0, 0),
         ({"rslora": True}, 0, 1),  # gate and up: alpha / sqrt(2 rank) has to be as great
-        ({"rank_pattern": ((EXPERTS_ALONE, 32),)}, 2, 0),
-        ({"rank_pattern": ((EXPERTS_ALONE, 32),), "alpha_pattern": ((EXPERTS_ALONE, 5.0),)}, 2, 2),
-        ({"rank_pattern": ((r"layers\.(1|10)\..*_proj", 2), ("(gate|up)_proj", 7))}, 3, 0),
-        ({"rslora": True, "rank_pattern": ((r"layers\.1\d?\..*", 2),), "alpha_pattern": ((r".*\.2\..*", 3.0),)}, 2, 4),
+        ({"rank_pattern": ((EXPERTS_ALONE, 32),)}, 1, 0),  # that of down is found under the fused name
+        ({"rank_pattern": ((EXPERTS_ALONE, 32),), "alpha_pattern": ((EXPERTS_ALONE, 5.0),)}, 1, 1),
+        ({"rank_pattern": ((EXPERTS_ALONE, 4),)}, 1, 0),  # the default: the pattern gives gate and up half of theirs
+        ({"alpha_pattern": ((EXPERTS_ALONE, 8.0),)}, 0, 1),
+        ({"rank_pattern": ((r"layers\.(1|10)\..*_proj", 4),), "alpha_pattern": ((r"experts\..*", 8.0),)}, 1, 1),
+        ({"rank_pattern": ((EXPERTS_ALONE, 8),), "alpha_pattern": ((EXPERTS_ALONE, 16.0),)}, 1, 1),
+        ({"rank_pattern": ((r"layers\.(1|10)\..*_proj", 2), ("(gate|up)_proj", 7))}, 2, 0),
+        ({"rslora": True, "rank_pattern": ((r"layers\.1\d?\..*", 2),), "alpha_pattern": ((r".*\.2\..*", 3.0),)}, 1, 3),
     ],
 )
 def test_patterns_of_fused_experts_are_few_and_give_readers_each_layers_numbers(fields, ranks, alphas):
-    """The oracle has a pattern of each layer and fused parameter; layers 1, 10 and 11 start alike."""
+    """Rank and scale of the experts alone, and peft's own search; layers 1, 10 and 11 start alike."""
     one = AdapterSpec(name="a", base_model="b", rank=4, alpha=8.0, target_modules=(), **fields)
     layers, leaves = range(12), ("gate_proj", "up_proj", "down_proj")
     single = [f"model.layers.{i}.mlp.experts.{e}.{leaf}" for i in layers for e in range(2) for leaf in leaves]
     kinds = ("self_attn.q_proj", "mlp.down_proj", "mlp.gate_up_proj")
     others = [f"model.layers.{i}.{kind}" for i in layers for kind in kinds]
-    fused = [f"model.layers.{i}.mlp.experts.{name}" for i in layers for name in (*PARTS, "base_layer")]
     names = [f"{module}.lora_{side}.weight" for module in single for side in "AB"]
     got = peft_config(one, ["gate_proj"], names, "b", None)
-    want = {"rank_pattern": {}, "alpha_pattern": {}}
-    for i in layers:
-        for name, (leaf, parts) in PARTS.items():
-            module = f"model.layers.{i}.mlp.experts.0.{leaf}"
-            rank = parts * one.rank_of(module)
-            exact = rf"model\.layers\.{i}\.mlp\.experts\.{name}"
-            if rank != parts * one.rank:
-                want["rank_pattern"][exact] = rank
-            alpha = one.scale_of(module) * (rank**0.5 if one.rslora else rank)
-            if abs(alpha - parts * one.alpha) > 1e-9:
-                want["alpha_pattern"][exact] = alpha
+    given = {key: dict(getattr(one, key)) for key in ("rank_pattern", "alpha_pattern")}
     assert len(got["rank_pattern"]) == ranks + len(one.rank_pattern)
     assert len(got["alpha_pattern"]) == alphas + len(one.alpha_pattern)
-    want = {key: want[key] | dict(getattr(one, key)) for key in want}
-    in_vllm = [peft_helper.PEFTHelper.from_dict(got | patterns) for patterns in ({}, want)]
-    for module in [*single, *others, *fused]:
-        for key, patterns in want.items():
-            here, before = (found.get(peft_other.get_pattern_key(found, module)) for found in (got[key], patterns))
-            assert here == (before if before is None else pytest.approx(before)), (module, key)
+
+    def found(patterns, module, default):
+        return patterns.get(peft_other.get_pattern_key(patterns, module), default)
+
+    in_vllm = [peft_helper.PEFTHelper.from_dict(got | patterns) for patterns in ({}, given)]
+    for module in [*single, *others]:
+        for key, patterns in given.items():
+            assert found(got[key], module, None) == found(patterns, module, None), (module, key)
         here, before = (helper.get_rank_and_scaling(module) for helper in in_vllm)
         assert here == (before[0], pytest.approx(before[1])), module
+    for i in layers:
+        for name, (leaf, parts) in PARTS.items():
+            module, fused = (f"model.layers.{i}.mlp.experts.{path}" for path in (f"0.{leaf}", name))
+            rank = found(got["rank_pattern"], fused, parts * one.rank)
+            assert rank == parts * one.rank_of(module), fused
+            alpha = found(got["alpha_pattern"], fused, parts * one.alpha)  # peft's own, where no pattern matches
+            assert alpha / (rank**0.5 if one.rslora else rank) == pytest.approx(one.scale_of(module)), fused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,25 @@ def test_a_run_and_its_export_merge_alike(tmp_path: Path, capsys: pytest.Capture
         assert torch.allclose(weight.double(), want, atol=1e-4)
         assert torch.equal(first[name], weight.to(base[name].dtype))
     assert (tmp_path / "of run" / "tokenizer.json").read_bytes() == (TINY_MODEL / "tokenizer.json").read_bytes()
+
+
+def test_an_adapter_is_merged_into_the_revision_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two commits of the base are in the cache; main is the other one."""
+    runs, cache = make_run(tmp_path), tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(TINY_MODEL, cache / "models--org--base" / "snapshots" / commit)
+    refs = cache / "models--org--base" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("b" * 40)
+    for name, revision, at in (("1", "a" * 40, "a"), ("2", None, "b"), ("3", "c" * 40, "")):
+        replace(pick_version(*runs, "2"), revision=revision).export(tmp_path / name)
+        code = main(["merge", str(tmp_path / name), str(tmp_path / f"out {name}")])
+        said = capsys.readouterr()
+        assert code == (0 if at else 64)
+        assert f"snapshots/{at * 40} are merged" in said.out if at else f"org/base at revision {revision}" in said.err
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

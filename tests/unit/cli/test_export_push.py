@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load
 
 from areal_lora.checkpoint.adapter_io import load_peft
+from areal_lora.checkpoint.recover import pick_version
 from areal_lora.cli.app import main
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -84,3 +87,13 @@ def test_a_base_that_is_a_folder_needs_a_name(run: RunFolder, capsys: pytest.Cap
     assert "which other machines lack" in capsys.readouterr().err
     assert main(["push", str(run), "me/math", "--base", "org/other", "--dry-run"]) == 0
     assert "base_model: org/other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("base", "revision"), [(None, "abc"), ("org/base", "abc"), ("org/other", None)])
+def test_the_commit_of_the_runs_base_goes_with_that_base_alone(
+    tmp_path: Path, base: str | None, revision: str | None
+) -> None:
+    chosen = replace(pick_version(*make_run(tmp_path), "2"), revision="abc")
+    chosen.export(tmp_path / "out", base=base)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (base or "org/base", revision)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, TokenizersBackend
 
 from areal_lora.config.sections.task import PromptFormat
-from areal_lora.data.prompts import Formatter
+from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
+from tests.support.engine.vllm_ext.byte_level import byte_level
 from tests.support.paths import TINY_MODEL
 
 # As Qwen's and SmolLM2's: a default system message, marks around each turn, an argument of its own.
@@ -97,3 +100,21 @@ def test_chat_needs_a_chat_template_and_messages_that_it_takes(chatty: Any, tmp_
     with pytest.raises(ConfigError, match=r"refuses these messages: .*no system") as caught:
         Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).token_ids(asked())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_byte_level_tokenizer_keeps_its_spaces(tmp_path: Path, model_type: str, tokenizer_class: str) -> None:
+    """As DeepSeek-R1-Distill-Llama and DeepSeek-R1-0528-Qwen3 declare theirs; the oracle is tokenizers alone."""
+    folder = byte_level(tmp_path / "DeepSeek [R1]", model_type, tokenizer_class)
+    tokenizer, text = load_tokenizer(str(folder)), "hello  world:\n 12 tests, ünïcode"
+    ids = Formatter(tokenizer=tokenizer).token_ids(Sample(uid="s", prompt=text, answer=None))
+    assert ids == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_tokenizer_of_another_kind_is_the_one_that_transformers_builds(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path / "model", "llama", "LlamaTokenizer")
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": {"type": "Fuse"}}))
+    assert type(load_tokenizer(str(folder))) is type(AutoTokenizer.from_pretrained(folder)) is not TokenizersBackend

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import derive, read_checkpoint
@@ -45,6 +47,18 @@ def test_linear_layers_are_the_matrices_of_layers_but_routers() -> None:
         f"model.layers.{i}.{path}": (inputs, outputs) for i in range(2) for path, (outputs, inputs) in FUSED.items()
     }
     assert shape_of(NAMES).parameters == sum(a * (b[0] if b else 1) for a, *b in NAMES.values())
+
+
+def test_norms_of_each_head_are_no_linear_layers() -> None:
+    """Command R+ has a matrix of query and key norms; the oracle is transformers' modules."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    ids = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere"](**sizes, **ids, use_qk_norm=True))
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert len(names["model.layers.0.self_attn.q_norm.weight"]) == 2
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    assert modules(["all-linear"], [], shape_of(names)).keys() == linear
 
 
 @pytest.mark.parametrize(

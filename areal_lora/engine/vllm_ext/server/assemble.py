@@ -19,6 +19,7 @@ from areal_lora.config import support
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
 from areal_lora.config.sizing import slots
+from areal_lora.data.prompts import keep_byte_level
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.server.adapters import ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.server.admin_routes import AdminPlane
@@ -166,6 +167,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     digest = base_digest(config.model.folder)
     parsers = configured_parsers(config)
     ToolCallParsers(None, parsers)  # a name that is wrong ends the server before it loads a model
+    keep_byte_level(config.model.folder)
     shared_before = shared_memory.entries()
     engine = start_engine(engine_args(config))
     channel = WorkerChannel(secret)

@@ -12,11 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from areal_lora.config.models import Config, WorkerWorkflowConfig
+from areal_lora.data.prompts import load_tokenizer
 from areal_lora.engine.vllm_ext.server.openai_api import error_body
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
@@ -117,7 +117,7 @@ _prepared: list[ToolCallParsers] = []
 
 def prepare(config: Config) -> None:
     """Build the parsers of the run; vLLM gives its middleware no arguments. Raises ConfigError."""
-    _prepared.append(ToolCallParsers(AutoTokenizer.from_pretrained(config.model.folder), configured_parsers(config)))
+    _prepared.append(ToolCallParsers(load_tokenizer(config.model.folder), configured_parsers(config)))
 
 
 class ToolCallsMiddleware:

@@ -148,6 +148,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
     ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["no engine trains it", "'gpt2' has no row", "over packed sequences", "qwen3_moe"]),
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
+    ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "quantization_config": {"quant_method": "fp8"}}}, "model.path", ["quantised (fp8)", "16-bit checkpoint"]),
+    ("fsdp", [], {"hf_config": {**FACTS["embedded"].hf_config, "compression_config": {"format": "dense"}}}, "model.path", ["quantised (of an unknown method)"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "attention_bias": True}}, "model.path", ["attention_bias"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "rope_scaling": {"type": "yarn"}}}, "model.path", ["'yarn'"]),
 ]

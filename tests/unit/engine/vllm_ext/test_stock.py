@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from areal_lora.checkpoint.adapter_io import peft_config
 from areal_lora.engine.vllm_ext.stock import lora_rank, stock_arguments
 from areal_lora.errors import ConfigError
+from areal_lora.rollout.completion_client import CompletionRequest
 from areal_lora.types import AdapterSpec
 from tests.support.lazy import Lazy
 from tests.support.obs.fake_run import make_config
+from tests.support.paths import TINY_MODEL
 
+protocol = Lazy("vllm.entrypoints.openai.completion.protocol")
+vllm_config = Lazy("vllm.config")
 peft_helper = Lazy("vllm.lora.peft_helper")
 
 
@@ -31,6 +37,28 @@ def test_the_server_gets_the_sizes_of_the_run() -> None:
     assert "--enforce-eager" in words
     assert options["--distributed-executor-backend"].endswith(".UniProcExecutor"), "no process for one worker"
     assert "--gpu-memory-utilization" not in words
+
+
+@pytest.mark.parametrize(("further", "sampled"), [({}, (0, 1.0)), ({"generation_config": "auto"}, (7, 1.5))])
+def test_an_answer_is_sampled_as_its_request_states(
+    tmp_path: Path, further: dict[str, str], sampled: tuple[int, float]
+) -> None:
+    """Not as generation_config.json has it, unless a setting of the run does; ends of sequences are read there."""
+    shutil.copy(TINY_MODEL / "config.json", tmp_path)
+    given = {"top_k": 7, "repetition_penalty": 1.5, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    config = make_config()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_args": further})})
+    chosen = dict(pairwise(stock_arguments(config, ["toy@v3=/x"], 8000, 8)))["--generation-config"]
+    model = vllm_config.ModelConfig(
+        model=str(tmp_path), dtype="float32", skip_tokenizer_init=True, generation_config=chosen
+    )
+    request = protocol.CompletionRequest(
+        **msgspec.to_builtins(CompletionRequest(prompt=[1], max_tokens=8, temperature=1.0, top_p=1.0, model="x"))
+    )
+    params = request.to_sampling_params(8, model.get_diff_sampling_param())
+    assert (params.top_k, params.repetition_penalty) == sampled
+    assert model.try_get_generation_config()["eos_token_id"] == [1, 2]
 
 
 def test_on_a_gpu_it_leaves_memory_as_the_run_does() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.support import ENGINE_ARGS
+from areal_lora.engine.vllm_ext import stock
 from areal_lora.errors import ConfigError
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.engine.vllm_ext.byte_level import byte_level
 from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
 
 assemble = Lazy("areal_lora.engine.vllm_ext.server.assemble")
+tokenizers = Lazy("vllm.tokenizers")
 cpu_scheduler = Lazy("areal_lora.engine.vllm_ext.compat.cpu_scheduler")
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
@@ -93,3 +100,41 @@ def test_servers_return_routes_where_the_trainer_replays_them() -> None:
     for device in ("cpu", "cuda"):
         on_device = args_of(f"cluster.device={device}", "behaviour.router_replay=rollout", "rollout.kv_cache_gib=1")
         assert on_device.enable_return_routed_experts == (device == "cuda")
+
+
+@pytest.mark.parametrize("which", ["run", "stock"])
+def test_vllm_keeps_the_spaces_of_a_byte_level_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """The tokenizer that vLLM loads when it starts, in place of the start."""
+    folder = byte_level(tmp_path / "model", "llama", "LlamaTokenizerFast")
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    texts: list[str] = []
+
+    def start(*_: Any, **__: Any) -> None:
+        tokenizer = tokenizers.get_tokenizer(str(folder))
+        texts.append(tokenizer.decode(tokenizer.encode("a b\n  c")))
+        raise ConfigError("start", "it is not the subject")
+
+    if which == "run":
+        module = import_module("areal_lora.engine.vllm_ext.server.assemble")
+        for name, fake in {"base_digest": str, "engine_args": str, "start_engine": start}.items():
+            monkeypatch.setattr(module, name, fake)
+        with pytest.raises(ConfigError, match="not the subject"):
+            asyncio.run(module.assemble(config, RunFolder(tmp_path), 0, "", Any))
+    else:
+        fakes = {
+            "die_with_parent": id,
+            "read_config": lambda _: config,
+            "set_environment": id,
+            "lora_rank": lambda _: 8,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(stock, name, fake)
+        monkeypatch.setattr(import_module("areal_lora.engine.vllm_ext.compat.engine"), "fork_engines", lambda: None)
+        monkeypatch.setattr("runpy.run_module", start)
+        monkeypatch.setattr("sys.argv", [])
+        with pytest.raises(ConfigError, match="not the subject"):
+            stock.main(["--run-folder", str(tmp_path), "--lora", "a=/a", "--port", "1"])
+    assert texts == ["a b\n  c"]
