@@ -244,6 +244,11 @@ def sampler_id(session: str, sampler_seq: int) -> str:
     return f"{session}:sample:{sampler_seq}"
 
 
+def snapshot_id(name: str, label: str) -> str:
+    """The model that serves a saved state as adapter ``name``; labels tell the states of one path apart."""
+    return f"{name}:{label}"
+
+
 def digest_of(key: str) -> str:
     """What is kept of a key. Keys are 256 random bits, so that no slow hash is needed."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
