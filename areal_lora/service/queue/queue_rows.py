@@ -60,7 +60,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     body_kib: Limit = 256
     problems: Limit = 100_000
     workers: Limit = 4
-    queued: Limit = 256
+    queued: Limit = 2048
     queued_mib: Limit = 2048
     pass_kib: Limit = 8192
     saved: Limit = 1024

@@ -7,7 +7,7 @@ What comes of samples is in memory: a service that starts samples again what no 
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,8 +124,8 @@ class _Sample:
 
     tenant: str
     mark: str
-    n_bytes: int
     tokens: int
+    n_bytes: int = 0
     task: asyncio.Task[None] | None = None
     found: bytes | OperationFailure | None = None
     waits: Pending | None = None
@@ -136,7 +136,10 @@ class _Sample:
 class Sampling:
     def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
         self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
-        self._samples: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)  # by tenant
+        # By tenant; what bounds them is counted as it changes, as there are thousands.
+        self._samples: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)
+        self._fetched: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)
+        self._in_progress, self._bytes = Counter[str](), Counter[str]()
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -154,9 +157,9 @@ class Sampling:
                 tokens = self._tokens(wanted)
             except RequestError as refused:  # an earlier release took it; it fails in its turn
                 wanted, tokens = refused, 0
-            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, tokens=tokens)
             self._meter.start(each.tenant, tokens)
-            self._samples[each.tenant][each.sample] = sample
+            self._insert(each.sample, sample, len(each.body))
             sample.task = asyncio.create_task(self._answer(sample, each.sample, wanted))
 
     async def close(self) -> None:
@@ -190,8 +193,8 @@ class Sampling:
             tokens = self._tokens(parsed)
             self._make_room(caller, len(body))
             self._meter.start(caller.tenant, tokens, caller.quota)
-            sample = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
-            self._samples[caller.tenant][name] = sample
+            sample = _Sample(tenant=caller.tenant, mark=mark, tokens=tokens)
+            self._insert(name, sample, len(body))
         if sample.mark != mark:
             raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
@@ -201,7 +204,7 @@ class Sampling:
                     sample.task = asyncio.create_task(self._answer(sample, name, parsed))
             finally:
                 if sample.task is None:
-                    self._samples[caller.tenant].pop(name, None)
+                    self._remove(name, sample)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
@@ -214,8 +217,15 @@ class Sampling:
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
-        if sample.found is not None and not sample.fetched and not await request.is_disconnected():
-            sample.fetched, sample.n_bytes = True, _length(sample.found)
+        if (
+            sample.found is not None
+            and not sample.fetched
+            and not await request.is_disconnected()
+            and self._samples[caller.tenant].get(name) is sample
+        ):
+            sample.fetched = True
+            self._fetched[caller.tenant][name] = sample
+            self._resize(sample, _length(sample.found))
             self._queue.dropped_samples.add(name)
             self._keep(name, sample, GRACE_S)
         match sample.found:
@@ -233,16 +243,15 @@ class Sampling:
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
-        mine = self._samples[caller.tenant]
-        in_progress = sum(sample.found is None for sample in mine.values())
-        total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
+        tenant, fetched = caller.tenant, self._fetched[caller.tenant]
         most_mib, most = min(caller.quota.queued_mib, KEPT_MIB), KEPT * caller.quota.queued
-        for name in [name for name, sample in mine.items() if sample.fetched]:
-            if total <= most_mib << 20 and count < most:
-                break
-            total, count = total - mine[name].n_bytes, count - 1
-            self._forget(name, mine[name])
-        if in_progress >= caller.quota.queued or total > most_mib << 20 or count >= most:
+
+        def full() -> bool:
+            return n_bytes + self._bytes[tenant] > most_mib << 20 or len(self._samples[tenant]) >= most
+
+        while full() and fetched:
+            self._forget(*next(iter(fetched.items())))
+        if self._in_progress[tenant] >= caller.quota.queued or full():
             reason = f"{caller.quota.queued} samples, or {most_mib} MiB of them, are the quota"
             raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
@@ -254,9 +263,23 @@ class Sampling:
     def _forget(self, name: str, sample: _Sample) -> None:
         if sample.leaves is not None:
             sample.leaves.cancel()
-        if (mine := self._samples[sample.tenant]).get(name) is sample:
-            del mine[name]
+        if self._samples[sample.tenant].get(name) is sample:
+            self._remove(name, sample)
             self._queue.dropped_samples.add(name)
+
+    def _insert(self, name: str, sample: _Sample, n_bytes: int) -> None:
+        self._samples[sample.tenant][name] = sample
+        self._in_progress[sample.tenant] += 1
+        self._resize(sample, n_bytes)
+
+    def _remove(self, name: str, sample: _Sample) -> None:
+        del self._samples[sample.tenant][name]
+        self._fetched[sample.tenant].pop(name, None)
+        self._resize(sample, 0)
+
+    def _resize(self, sample: _Sample, n_bytes: int) -> None:
+        self._bytes[sample.tenant] += n_bytes - sample.n_bytes
+        sample.n_bytes = n_bytes
 
     async def _answer(self, sample: _Sample, name: str, wanted: sdk_bodies.SampleRequest | RequestError) -> None:
         try:
@@ -272,12 +295,13 @@ class Sampling:
             self._unmeter(sample)
         if isinstance(sample.found, OperationFailure):
             self._queue.dropped_samples.add(name)  # nor does a restart of the service repeat it
-            sample.n_bytes = 0
-        sample.n_bytes += _length(sample.found)
+            self._resize(sample, 0)
+        self._resize(sample, sample.n_bytes + _length(sample.found))
         self._keep(name, sample, UNFETCHED_S)
 
     def _unmeter(self, sample: _Sample) -> None:
         self._meter.end(sample.tenant, sample.tokens)
+        self._in_progress[sample.tenant] -= 1
         sample.tokens = 0
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:

@@ -170,6 +170,29 @@ def test_a_sample_costs_nothing_for_those_of_other_tenants(tmp_path: Path, monke
     play(tmp_path, scene)
 
 
+def test_a_sample_costs_as_much_however_many_are_kept(
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each one takes the place of an older one."""
+    looked_at = set[int]()
+
+    class Watched(sample_tasks._Sample):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.add(id(self))
+            return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(sample_tasks, "_Sample", Watched)
+
+    async def scene(it: Scene) -> None:
+        for _ in range(20):
+            looked_at.clear()
+            assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
+            assert len(looked_at) <= 2
+        assert len(kept) == 12
+
+    play(tmp_path, scene, queued=3)
+
+
 def test_tokens_in_progress_are_a_quota(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.answers.clear()
