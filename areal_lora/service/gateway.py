@@ -163,7 +163,7 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
 
 
 def _broken() -> RequestError:
-    reason = "the server failed during this request, which is not repeated on others"
+    reason = "the server failed during this request"
     return RequestError("model", reason, "try again", status=502)
 
 

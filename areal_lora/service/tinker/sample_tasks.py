@@ -107,6 +107,7 @@ BASE = "base"
 PAUSE_S = 0.25
 PATIENCE_S = 900.0
 """A sample waits this long for a server that holds what it samples; servers restart in that time."""
+FAILURES = 3  # a server that fails is often not to blame, but a sample that ends servers must not end all of them
 KEPT = 4
 """Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
 KEPT_MIB = 256
@@ -306,7 +307,7 @@ class Sampling:
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""
-        until, missing = time.monotonic() + PATIENCE_S, None
+        until, missing, failures = time.monotonic() + PATIENCE_S, None, 0
         while True:
             try:
                 served = await self._queue.serve(sample.tenant, parsed.sampling_session_id, missing)
@@ -324,7 +325,8 @@ class Sampling:
                 try:
                     return sdk_bodies.sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
                 except RequestError as refused:
-                    if refused.status not in (404, 503):
+                    failures += refused.status == 502
+                    if refused.status not in (404, 502, 503) or failures == FAILURES:
                         raise
                     missing = inner if refused.status == 404 else None
                     if time.monotonic() > until:

@@ -31,9 +31,15 @@ class Scene:
         self.answers = asyncio.Event()
         self.answers.set()
         self.status = 200
+        self.faults = 0
+        self.seeds: list[int | None] = []
 
     async def reply(self, body: dict[str, Any]) -> web.StreamResponse:
         await self.answers.wait()
+        self.seeds.append(body["seed"])
+        if self.faults:
+            self.faults -= 1
+            return web.Response(status=500)
         n = body["max_tokens"]
         choice = {"finish_reason": "length", "token_ids": [5] * n, "logprobs": {"token_logprobs": [-1.0] * n}}
         choices = [choice | {"index": k} for k in range(body["n"])]
@@ -47,7 +53,7 @@ class Scene:
         body = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "tiny_model"}
         self.sampler = (await self.post("create_sampling_session", body)).json()["sampling_session_id"]
 
-    async def sample(self, n: int = 16, max_tokens: int = 32) -> httpx.Response:
+    async def sample(self, n: int = 16, max_tokens: int = 32, seed: int | None = None) -> httpx.Response:
         self.n += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
         return await self.post(
@@ -57,7 +63,7 @@ class Scene:
                 "seq_id": self.n,
                 "num_samples": n,
                 "prompt": prompt,
-                "sampling_params": {"max_tokens": max_tokens},
+                "sampling_params": {"max_tokens": max_tokens, "seed": seed},
             },
         )
 
@@ -341,12 +347,16 @@ def test_a_kept_sample_that_is_no_longer_accepted_fails_at_the_start(tmp_path: P
     play(tmp_path, scene)
 
 
-def test_a_sample_whose_server_failed_is_not_sampled_again(tmp_path: Path, kept: dict[str, Any]) -> None:
+def test_a_sample_whose_server_fails_is_sampled_again_twice(tmp_path: Path, kept: dict[str, Any]) -> None:
     async def scene(it: Scene) -> None:
-        it.status = 500
+        it.faults = 2
+        taken = (await it.sample(seed=7)).json()["request_id"]
+        assert (await it.fetch(taken)).headers["Content-Type"] == sdk_bodies.PROTOBUF
+        assert (it.seeds, it.faults) == ([7] * 3, 0)
+        it.faults = 9
         name = (await it.sample()).json()["request_id"]
         failed = (await it.fetch(name)).json()
-        assert failed["category"] == "server"
+        assert (failed["category"], it.faults) == ("server", 6)
         assert "failed during this request" in failed["error"]
         await it.it.queue.keep()
         assert await it.it.queue.change(kept_samples) == []
