@@ -106,7 +106,7 @@ def of_attention(target: str) -> bool:
 BASE = "base"
 PAUSE_S = 0.25
 PATIENCE_S = 900.0
-"""A sample waits this long for a server that holds what it samples; servers restart in that time."""
+"""A sample waits this long for a server or a place that holds what it samples; servers restart in that time."""
 FAILURES = 3  # a server that fails is often not to blame, but a sample that ends servers must not end all of them
 KEPT = 4
 """Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
@@ -307,7 +307,7 @@ class Sampling:
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""
-        until, missing, failures = time.monotonic() + PATIENCE_S, None, 0
+        until, missing, failures, crowded = time.monotonic() + PATIENCE_S, None, 0, 0
         while True:
             try:
                 served = await self._queue.serve(sample.tenant, parsed.sampling_session_id, missing)
@@ -317,6 +317,10 @@ class Sampling:
                 served = Pending(reason=unavailable.reason)
             if isinstance(served, Pending):
                 sample.waits = served
+                crowded += served.capacity
+                if crowded * PAUSE_S > PATIENCE_S:
+                    fix = "sample newer weights, or free a place"
+                    raise RequestError("sampling_session_id", served.reason, fix, status=503)
             else:
                 sample.waits = None
                 inner = served or BASE

@@ -15,6 +15,7 @@ from areal_lora.errors import RequestError, Unavailable
 from areal_lora.service.gateway import n_tokens
 from areal_lora.service.queue.client_sessions import kept_samples
 from areal_lora.service.queue.queue_rows import SavedState
+from areal_lora.service.queue.requests import Pending
 from areal_lora.service.tinker import sample_tasks, sdk_bodies
 from areal_lora.service.tinker.checkpoints import Exports
 from areal_lora.service.tinker.sample_tasks import Sampling
@@ -249,6 +250,27 @@ def test_a_passing_fault_of_the_file_fails_no_sample(
         monkeypatch.setattr(it.it.queue, "serve", locked)
         assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
         assert not faults
+
+    play(tmp_path, scene)
+
+
+def test_a_sample_waits_for_a_place_not_for_ever(
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any other reason it waits on."""
+    monkeypatch.setattr(sample_tasks, "PATIENCE_S", 0.04)
+    monkeypatch.setattr(sample_tasks, "PAUSE_S", 0.01)
+
+    async def scene(it: Scene) -> None:
+        found = [Pending(reason="it is paused")] * 9 + [Pending(reason="no place", capacity=True)] * 99
+
+        async def serve(*parts: Any) -> Pending:
+            return found.pop(0)
+
+        monkeypatch.setattr(it.it.queue, "serve", serve)
+        failed = (await it.fetch((await it.sample()).json()["request_id"])).json()
+        assert (failed["category"], "no place" in failed["error"]) == ("server", True)
+        assert len(found) == 99 - 5
 
     play(tmp_path, scene)
 
