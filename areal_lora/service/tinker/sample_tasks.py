@@ -7,7 +7,7 @@ What comes of samples is in memory: a service that starts samples again what no 
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,13 +134,32 @@ class _Sample:
     leaves: asyncio.TimerHandle | None = None
 
 
+class _Samples(dict[str, _Sample]):
+    """Those of one tenant. What bounds them is counted as it changes, as there are thousands; `insert`, `remove`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: dict[str, _Sample] = {}
+        self.in_progress = self.n_bytes = 0
+
+    def insert(self, name: str, sample: _Sample, n_bytes: int) -> None:
+        self[name] = sample
+        self.in_progress += 1
+        self.resize(sample, n_bytes)
+
+    def remove(self, name: str) -> None:
+        self.fetched.pop(name, None)
+        self.resize(self.pop(name), 0)
+
+    def resize(self, sample: _Sample, n_bytes: int) -> None:
+        self.n_bytes += n_bytes - sample.n_bytes
+        sample.n_bytes = n_bytes
+
+
 class Sampling:
     def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
         self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
-        # By tenant; what bounds them is counted as it changes, as there are thousands.
-        self._samples: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)
-        self._fetched: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)
-        self._in_progress, self._bytes = Counter[str](), Counter[str]()
+        self._samples: defaultdict[str, _Samples] = defaultdict(_Samples)  # by tenant
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -160,7 +179,7 @@ class Sampling:
                 wanted, tokens = refused, 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, tokens=tokens)
             self._meter.start(each.tenant, tokens)
-            self._insert(each.sample, sample, len(each.body))
+            self._samples[each.tenant].insert(each.sample, sample, len(each.body))
             sample.task = asyncio.create_task(self._answer(sample, each.sample, wanted))
 
     async def close(self) -> None:
@@ -195,7 +214,7 @@ class Sampling:
             self._make_room(caller, len(body))
             self._meter.start(caller.tenant, tokens, caller.quota)
             sample = _Sample(tenant=caller.tenant, mark=mark, tokens=tokens)
-            self._insert(name, sample, len(body))
+            self._samples[caller.tenant].insert(name, sample, len(body))
         if sample.mark != mark:
             raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
@@ -205,7 +224,7 @@ class Sampling:
                     sample.task = asyncio.create_task(self._answer(sample, name, parsed))
             finally:
                 if sample.task is None:
-                    self._remove(name, sample)
+                    self._samples[caller.tenant].remove(name)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
@@ -225,8 +244,8 @@ class Sampling:
             and self._samples[caller.tenant].get(name) is sample
         ):
             sample.fetched = True
-            self._fetched[caller.tenant][name] = sample
-            self._resize(sample, _length(sample.found))
+            self._samples[caller.tenant].fetched[name] = sample
+            self._samples[caller.tenant].resize(sample, _length(sample.found))
             self._queue.dropped_samples.add(name)
             self._keep(name, sample, GRACE_S)
         match sample.found:
@@ -244,15 +263,15 @@ class Sampling:
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
-        tenant, fetched = caller.tenant, self._fetched[caller.tenant]
+        mine = self._samples[caller.tenant]
         most_mib, most = min(caller.quota.queued_mib, KEPT_MIB), KEPT * caller.quota.queued
 
         def full() -> bool:
-            return n_bytes + self._bytes[tenant] > most_mib << 20 or len(self._samples[tenant]) >= most
+            return n_bytes + mine.n_bytes > most_mib << 20 or len(mine) >= most
 
-        while full() and fetched:
-            self._forget(*next(iter(fetched.items())))
-        if self._in_progress[tenant] >= caller.quota.queued or full():
+        while full() and mine.fetched:
+            self._forget(*next(iter(mine.fetched.items())))
+        if mine.in_progress >= caller.quota.queued or full():
             reason = f"{caller.quota.queued} samples, or {most_mib} MiB of them, are the quota"
             raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
@@ -265,22 +284,8 @@ class Sampling:
         if sample.leaves is not None:
             sample.leaves.cancel()
         if self._samples[sample.tenant].get(name) is sample:
-            self._remove(name, sample)
+            self._samples[sample.tenant].remove(name)
             self._queue.dropped_samples.add(name)
-
-    def _insert(self, name: str, sample: _Sample, n_bytes: int) -> None:
-        self._samples[sample.tenant][name] = sample
-        self._in_progress[sample.tenant] += 1
-        self._resize(sample, n_bytes)
-
-    def _remove(self, name: str, sample: _Sample) -> None:
-        del self._samples[sample.tenant][name]
-        self._fetched[sample.tenant].pop(name, None)
-        self._resize(sample, 0)
-
-    def _resize(self, sample: _Sample, n_bytes: int) -> None:
-        self._bytes[sample.tenant] += n_bytes - sample.n_bytes
-        sample.n_bytes = n_bytes
 
     async def _answer(self, sample: _Sample, name: str, wanted: sdk_bodies.SampleRequest | RequestError) -> None:
         try:
@@ -296,13 +301,13 @@ class Sampling:
             self._unmeter(sample)
         if isinstance(sample.found, OperationFailure):
             self._queue.dropped_samples.add(name)  # nor does a restart of the service repeat it
-            self._resize(sample, 0)
-        self._resize(sample, sample.n_bytes + _length(sample.found))
+            self._samples[sample.tenant].resize(sample, 0)
+        self._samples[sample.tenant].resize(sample, sample.n_bytes + _length(sample.found))
         self._keep(name, sample, UNFETCHED_S)
 
     def _unmeter(self, sample: _Sample) -> None:
         self._meter.end(sample.tenant, sample.tokens)
-        self._in_progress[sample.tenant] -= 1
+        self._samples[sample.tenant].in_progress -= 1
         sample.tokens = 0
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:

@@ -92,7 +92,7 @@ def play(tmp_path: Path, scene: Callable[[Scene], Awaitable[None]], **quota: int
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The samples of ``acme`` that the service has."""
-    found: dict[str, Any] = {}
+    found = sample_tasks._Samples()
     plain = Sampling.__init__
 
     def init(self: Sampling, *parts: Any) -> None:
