@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -37,14 +37,20 @@ RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 TRY_ANOTHER = (429, 503)  # statuses of a server that has not started the request
+HOMES, START_BYTES = 1 << 16, 256
+BEHIND = 16
+"""So many sequences more than the least busy server has cost less than computing the start of a prompt again."""
 
 
 class Gateway:
-    """``async with Gateway(run_folder)``. The least busy server comes first, then the others, unless it has started."""
+    """``async with Gateway(run_folder)``. The server that has the start of the prompt in its prefix cache comes first,
+    unless it is busy, then the least busy one, then the others, unless one has started.
+    """
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._folder = run_folder
-        self._busy: Counter[str] = Counter()
+        self._busy: Counter[str] = Counter()  # sequences
+        self._homes: OrderedDict[int, str] = OrderedDict()  # by `_starts`, the last used at the end
 
     async def __aenter__(self) -> Gateway:
         secret = read_secret(self._folder)
@@ -65,7 +71,7 @@ class Gateway:
         if isinstance(found, bytes):
             return Response(names.outward(found), media_type=JSON)
         url, response = found
-        held.callback(self._leave, url)
+        held.callback(self._leave, url, body.get("n", 1))
         held.callback(response.close)
         return Stream(_events(response, names), held.pop_all(), EVENTS)
 
@@ -79,9 +85,10 @@ class Gateway:
     async def _send(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
         """What the first server that can answers: a whole body, or the server and its stream."""
         data = msgspec.json.encode(body | {"model": names.inner, "background": True})
-        missing = False
-        for url in self._servers():
-            self._busy[url] += 1
+        missing, n, starts = False, body.get("n", 1), _starts(names.inner, body)
+        for url in self._servers(starts):
+            self._busy[url] += n
+            self._settle(starts, url)
             streams = False
             try:
                 response, payload = await self._exchange(url, path, data)
@@ -91,7 +98,7 @@ class Gateway:
                 continue
             finally:
                 if not streams:
-                    self._leave(url)
+                    self._leave(url, n)
             if response.status == 200:
                 return payload
             if response.status == 404:
@@ -135,18 +142,38 @@ class Gateway:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _servers(self) -> list[str]:
+    def _servers(self, starts: list[int]) -> list[str]:
         urls = []
         for index in published_files(self._folder, "server"):
             if (endpoint := read_endpoint(self._folder, "server", index)) is not None and "data" in endpoint.ports:
                 scheme = "https" if Plane.DATA in endpoint.tls else "http"
                 urls.append(f"{scheme}://{bracketed(endpoint.host)}:{endpoint.ports['data']}")
-        return sorted(urls, key=lambda url: self._busy[url])
+        urls.sort(key=lambda url: self._busy[url])
+        home = next((self._homes[start] for start in starts if start in self._homes), None)
+        if home in urls and self._busy[home] - self._busy[urls[0]] <= BEHIND:
+            urls.sort(key=lambda url: url != home)
+        return urls
 
-    def _leave(self, url: str) -> None:
-        self._busy[url] -= 1
+    def _settle(self, starts: list[int], url: str) -> None:
+        for start in starts:
+            self._homes[start] = url
+            self._homes.move_to_end(start)
+        while len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+
+    def _leave(self, url: str, n: int) -> None:
+        self._busy[url] -= n
         if not self._busy[url]:
             del self._busy[url]
+
+
+def _starts(model: str, body: dict[str, Any]) -> list[int]:
+    """Digests of the prompt's start, at the two longest powers of two: what continues a prompt has one in common with
+    it, up to twice its length; prompts that share less than a quarter have none. Prefix caches are of one version.
+    """
+    text = msgspec.json.encode(body.get("prompt", body.get("messages")))
+    longest = 1 << len(text).bit_length() - 1
+    return [hash((model, text[:n])) for n in (longest, longest // 2) if n >= START_BYTES]
 
 
 async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
@@ -163,7 +190,7 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
 
 
 def _broken() -> RequestError:
-    reason = "the server failed during this request, which is not repeated on others"
+    reason = "the server failed during this request"
     return RequestError("model", reason, "try again", status=502)
 
 

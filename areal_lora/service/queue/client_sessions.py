@@ -91,7 +91,8 @@ def insert_model(
 def insert_snapshot(tx: Transaction, tenant: str, adapter: "AdapterRequest", state: rows.SavedState) -> None:
     """Make the model and the adapter that serve ``state``. Raises RequestError."""
     row = _insert_adapter(tx, tenant, adapter)
-    made = rows.Model.of(row, model=f"{row.name}:snapshot", session="", lora=state.lora, of_state=state.path)
+    model = rows.snapshot_id(row.name, state.label)
+    made = rows.Model.of(row, model=model, session="", lora=state.lora, of_state=state.path)
     MODELS.insert(tx.db, made)
     append(tx, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
     append(tx, row.key, "", Publish())
@@ -134,6 +135,9 @@ def served(
     if sampler.path is None:
         return ""
     state = tx.state(tenant, sampler.path)
+    for snapshot in tx.models("of_state = ? AND removed = 0", state.path):
+        if snapshot.model != rows.snapshot_id(snapshot.name, state.label):
+            leave(tx, snapshot, "other weights were saved under its name")
     owner = tx.of_adapter(state.adapter)
     if owner is not None and not owner.removed and state.version is not None and owner.published == state.version:
         if (name := f"{owner.adapter}@v{state.version}") != missing:

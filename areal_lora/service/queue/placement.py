@@ -168,14 +168,14 @@ class Placement:
         what = taken if places.mine < places.quota else f"the quota of {places.quota} adapters is used"
         return f"{what}{self.own(tenant)}"
 
-    def check_own(self, tx: Transaction, tenant: str, session: str) -> None:
-        """Raises RequestError where the session's own models have every place that another one would wait for."""
+    def check_own(self, tx: Transaction, tenant: str, session: str, path: str = "model_seq_id") -> None:
+        """Raises RequestError where the session's own models have every place that one more adapter would wait for."""
         phases, quota = self._around.phases(), tx.quota(tenant).adapters
         own = tx.models("session = ? AND removed = 0", session)
         if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
-            raise RequestError("model_seq_id", reason, fix)
+            raise RequestError(path, reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""

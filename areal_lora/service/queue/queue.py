@@ -198,6 +198,8 @@ class RequestQueue:
             if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", found.path)):
                 return loading
             if not fits(await self.placement.make_room(tenant)):
+                session, key = sampler.partition(":")[0], "sampling_session_id"
+                await self.change(lambda tx: self.placement.check_own(tx, tenant, session, key))
                 return Pending(reason="no server has a place for the weights at present", capacity=True)
             name, quota = f"snapshot-{secrets.token_hex(6)}", self._writer.tables.quotas[tenant]
             adapter = await asyncio.to_thread(self._accept, name, tenant, found.lora, quota)

@@ -60,7 +60,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     body_kib: Limit = 256
     problems: Limit = 100_000
     workers: Limit = 4
-    queued: Limit = 256
+    queued: Limit = 2048
     queued_mib: Limit = 2048
     pass_kib: Limit = 8192
     saved: Limit = 1024
@@ -242,6 +242,11 @@ def model_id(session: str, model_seq: int) -> str:
 
 def sampler_id(session: str, sampler_seq: int) -> str:
     return f"{session}:sample:{sampler_seq}"
+
+
+def snapshot_id(name: str, label: str) -> str:
+    """The model that serves a saved state as adapter ``name``; labels tell the states of one path apart."""
+    return f"{name}:{label}"
 
 
 def digest_of(key: str) -> str:

@@ -203,7 +203,7 @@ def _pass(message: Any) -> Pass:
     _few(sum(len(datum.model_input) for datum in message.data), MAX_CHUNKS, "data.model_input")
     loss = Loss(name)
     return Pass(
-        data=tuple(_datum(datum, f"data[{i}]", loss) for i, datum in enumerate(message.data)),
+        data=tuple(_datum(datum, f"data[{i}]", loss, message.forward_only) for i, datum in enumerate(message.data)),
         loss=loss,
         settings=_settings(message, loss),
         backward=not message.forward_only,
@@ -216,7 +216,10 @@ def _few(count: int, most: int, path: str) -> None:
         raise RequestError(path, f"it has {count} parts; there are {most} at most", "send fewer")
 
 
-def _datum(message: Any, path: str, loss: Loss) -> Datum:
+def _datum(message: Any, path: str, loss: Loss, is_read: bool) -> Datum:
+    """``is_read``: also the log-probability of a target that changes nothing is the answer, unless it is a 0 that fills
+    up, as in ``[0] * k + sampled``.
+    """
     _few(len(message.loss_fn_inputs), MAX_INPUTS, f"{path}.loss_fn_inputs")
     texts = [chunk.encoded_text.tokens for chunk in message.model_input if chunk.HasField("encoded_text")]
     if len(texts) < len(message.model_input):
@@ -249,7 +252,8 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
     if ADVANTAGES in read and (wrong := np.flatnonzero((weights == 0) & (read[ADVANTAGES] != 0))).size:
         reason = f"number {wrong[0]} is not 0, and {RATIO_MASK} is 0 there"
         raise RequestError(f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
-    if (wrong := np.flatnonzero((targets[:-1] != inputs[1:]) & (weights[:-1] != 0))).size:
+    counts = (weights != 0) | (is_read & (targets != 0))
+    if (wrong := np.flatnonzero((targets[:-1] != inputs[1:]) & counts[:-1])).size:
         reason = f"target {wrong[0]} counts, and is not the input token that follows it"
         raise RequestError(where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
     return Datum(
@@ -261,7 +265,7 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
 
 
 def _weights(loss: Loss, read: Mapping[str, npt.NDArray[np.float32]], n: int) -> npt.NDArray[np.float32]:
-    """0 where a target changes nothing, so that its token may be anything, such as the 0 of ``[0] * k + sampled``."""
+    """0 where a target changes nothing, so that a backward pass may have any token there."""
     match loss:
         case Loss.CROSS_ENTROPY:
             return read.get(WEIGHTS, np.ones(n, "<f4"))

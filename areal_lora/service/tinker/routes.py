@@ -35,7 +35,7 @@ from areal_lora.service.tinker.sample_tasks import NO_OUTPUT_LAYER, Base, Sampli
 WAIT_S = 20.0  # the SDK waits 45 s for an answer, and repeats the request after ``try_again``
 FLAGS: dict[str, Any] = {
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
+    "parallel_fwdbwd_chunks": False,  # else the first part comes last: it would wait behind a queue that is full
     "fwdbwd_max_chunk_len": MAX_DATA,
     "fwdbwd_max_chunk_bytes_count": 4_000_000,
     "proto_write_fwdbwd": True,

@@ -106,7 +106,8 @@ def of_attention(target: str) -> bool:
 BASE = "base"
 PAUSE_S = 0.25
 PATIENCE_S = 900.0
-"""A sample waits this long for a server that holds what it samples; servers restart in that time."""
+"""A sample waits this long for a server or a place that holds what it samples; servers restart in that time."""
+FAILURES = 3  # a server that fails is often not to blame, but a sample that ends servers must not end all of them
 KEPT = 4
 """Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
 KEPT_MIB = 256
@@ -124,8 +125,8 @@ class _Sample:
 
     tenant: str
     mark: str
-    n_bytes: int
     tokens: int
+    n_bytes: int = 0
     task: asyncio.Task[None] | None = None
     found: bytes | OperationFailure | None = None
     waits: Pending | None = None
@@ -133,10 +134,32 @@ class _Sample:
     leaves: asyncio.TimerHandle | None = None
 
 
+class _Samples(dict[str, _Sample]):
+    """Those of one tenant. What bounds them is counted as it changes, as there are thousands; `insert`, `remove`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: dict[str, _Sample] = {}
+        self.in_progress = self.n_bytes = 0
+
+    def insert(self, name: str, sample: _Sample, n_bytes: int) -> None:
+        self[name] = sample
+        self.in_progress += 1
+        self.resize(sample, n_bytes)
+
+    def remove(self, name: str) -> None:
+        self.fetched.pop(name, None)
+        self.resize(self.pop(name), 0)
+
+    def resize(self, sample: _Sample, n_bytes: int) -> None:
+        self.n_bytes += n_bytes - sample.n_bytes
+        sample.n_bytes = n_bytes
+
+
 class Sampling:
     def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
         self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
-        self._samples: defaultdict[str, dict[str, _Sample]] = defaultdict(dict)  # by tenant
+        self._samples: defaultdict[str, _Samples] = defaultdict(_Samples)  # by tenant
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
@@ -154,9 +177,9 @@ class Sampling:
                 tokens = self._tokens(wanted)
             except RequestError as refused:  # an earlier release took it; it fails in its turn
                 wanted, tokens = refused, 0
-            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, tokens=tokens)
             self._meter.start(each.tenant, tokens)
-            self._samples[each.tenant][each.sample] = sample
+            self._samples[each.tenant].insert(each.sample, sample, len(each.body))
             sample.task = asyncio.create_task(self._answer(sample, each.sample, wanted))
 
     async def close(self) -> None:
@@ -190,8 +213,8 @@ class Sampling:
             tokens = self._tokens(parsed)
             self._make_room(caller, len(body))
             self._meter.start(caller.tenant, tokens, caller.quota)
-            sample = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
-            self._samples[caller.tenant][name] = sample
+            sample = _Sample(tenant=caller.tenant, mark=mark, tokens=tokens)
+            self._samples[caller.tenant].insert(name, sample, len(body))
         if sample.mark != mark:
             raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
@@ -201,7 +224,7 @@ class Sampling:
                     sample.task = asyncio.create_task(self._answer(sample, name, parsed))
             finally:
                 if sample.task is None:
-                    self._samples[caller.tenant].pop(name, None)
+                    self._samples[caller.tenant].remove(name)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
@@ -214,8 +237,15 @@ class Sampling:
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
-        if sample.found is not None and not sample.fetched and not await request.is_disconnected():
-            sample.fetched, sample.n_bytes = True, _length(sample.found)
+        if (
+            sample.found is not None
+            and not sample.fetched
+            and not await request.is_disconnected()
+            and self._samples[caller.tenant].get(name) is sample
+        ):
+            sample.fetched = True
+            self._samples[caller.tenant].fetched[name] = sample
+            self._samples[caller.tenant].resize(sample, _length(sample.found))
             self._queue.dropped_samples.add(name)
             self._keep(name, sample, GRACE_S)
         match sample.found:
@@ -234,15 +264,14 @@ class Sampling:
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, oldest first, if they are many. Raises RequestError (429)."""
         mine = self._samples[caller.tenant]
-        in_progress = sum(sample.found is None for sample in mine.values())
-        total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
         most_mib, most = min(caller.quota.queued_mib, KEPT_MIB), KEPT * caller.quota.queued
-        for name in [name for name, sample in mine.items() if sample.fetched]:
-            if total <= most_mib << 20 and count < most:
-                break
-            total, count = total - mine[name].n_bytes, count - 1
-            self._forget(name, mine[name])
-        if in_progress >= caller.quota.queued or total > most_mib << 20 or count >= most:
+
+        def full() -> bool:
+            return n_bytes + mine.n_bytes > most_mib << 20 or len(mine) >= most
+
+        while full() and mine.fetched:
+            self._forget(*next(iter(mine.fetched.items())))
+        if mine.in_progress >= caller.quota.queued or full():
             reason = f"{caller.quota.queued} samples, or {most_mib} MiB of them, are the quota"
             raise RequestError("asample", reason, "fetch some, or wait for those in progress", status=429, retry_s=1)
 
@@ -254,8 +283,8 @@ class Sampling:
     def _forget(self, name: str, sample: _Sample) -> None:
         if sample.leaves is not None:
             sample.leaves.cancel()
-        if (mine := self._samples[sample.tenant]).get(name) is sample:
-            del mine[name]
+        if self._samples[sample.tenant].get(name) is sample:
+            self._samples[sample.tenant].remove(name)
             self._queue.dropped_samples.add(name)
 
     async def _answer(self, sample: _Sample, name: str, wanted: sdk_bodies.SampleRequest | RequestError) -> None:
@@ -272,17 +301,18 @@ class Sampling:
             self._unmeter(sample)
         if isinstance(sample.found, OperationFailure):
             self._queue.dropped_samples.add(name)  # nor does a restart of the service repeat it
-            sample.n_bytes = 0
-        sample.n_bytes += _length(sample.found)
+            self._samples[sample.tenant].resize(sample, 0)
+        self._samples[sample.tenant].resize(sample, sample.n_bytes + _length(sample.found))
         self._keep(name, sample, UNFETCHED_S)
 
     def _unmeter(self, sample: _Sample) -> None:
         self._meter.end(sample.tenant, sample.tokens)
+        self._samples[sample.tenant].in_progress -= 1
         sample.tokens = 0
 
     async def _sampled(self, sample: _Sample, parsed: sdk_bodies.SampleRequest) -> bytes:
         """Raises RequestError, also where no server can answer for a long time."""
-        until, missing = time.monotonic() + PATIENCE_S, None
+        until, missing, failures, crowded = time.monotonic() + PATIENCE_S, None, 0, 0
         while True:
             try:
                 served = await self._queue.serve(sample.tenant, parsed.sampling_session_id, missing)
@@ -292,6 +322,10 @@ class Sampling:
                 served = Pending(reason=unavailable.reason)
             if isinstance(served, Pending):
                 sample.waits = served
+                crowded += served.capacity
+                if crowded * PAUSE_S > PATIENCE_S:
+                    fix = "sample newer weights, or free a place"
+                    raise RequestError("sampling_session_id", served.reason, fix, status=503)
             else:
                 sample.waits = None
                 inner = served or BASE
@@ -300,7 +334,8 @@ class Sampling:
                 try:
                     return sdk_bodies.sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
                 except RequestError as refused:
-                    if refused.status not in (404, 503):
+                    failures += refused.status == 502
+                    if refused.status not in (404, 502, 503) or failures == FAILURES:
                         raise
                     missing = inner if refused.status == 404 else None
                     if time.monotonic() > until:

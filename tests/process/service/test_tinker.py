@@ -122,7 +122,7 @@ def test_sampling_and_lists(run: ScriptedRun, tours: dict[str, dict[str, Any]], 
 
 def test_a_session_learns_at_once_that_no_place_is_free(run: ScriptedRun, tours: dict[str, dict[str, Any]]) -> None:
     """Later versions report a queue state only once it has lasted for 15 minutes."""
-    keys = {version: run.tenant(f"small{k}", adapters=1) for k, version in enumerate(ONE)}
+    keys = {version: run.tenant(f"small{k}", adapters=1, queued=1) for k, version in enumerate(ONE)}
     begun = {version: run.begin(version, "crowded.py", keys[version]) for version in ONE}
     for process in begun.values():
         said = run.end(process)
@@ -132,6 +132,7 @@ def test_a_session_learns_at_once_that_no_place_is_free(run: ScriptedRun, tours:
         assert f"areal-lora adapters delete RUN {name}" in text
         waits = f"a new model waits for a place: the quota of 1 adapters is used; yours are {name}"
         assert len([text for text in said["warned"] if waits in text]) == 1, said["warned"]
+        assert said["scored"] == 1025, "two chunks, of which one at a time may wait"
 
 
 def test_every_pass_reached_the_trainer_once(run: ScriptedRun, tours: dict[str, dict[str, Any]]) -> None:
@@ -143,7 +144,7 @@ def test_every_pass_reached_the_trainer_once(run: ScriptedRun, tours: dict[str, 
         kinds = [type(operation.what) for operation in done]
         assert kinds[:8] == [Pass, Pass, OptimStep, Pass, Pass, Pass, Poison, OptimStep]
         sizes = [len(operation.what.data) for operation in done if isinstance(operation.what, Pass)]
-        assert sizes[:2] == [1024, 6], "the chunk that came last is the first one"
+        assert sizes[:2] == [1024, 6], "two chunks"
 
 
 def test_tenants_do_not_reach_each_others_models(

@@ -54,7 +54,7 @@ def main() -> None:
         "text": client.get_tokenizer().decode(client.get_tokenizer().encode("1 + 1")),
     }
 
-    # More data than one chunk holds, the chunks sent at once and the first one last; the step is queued behind them.
+    # More data than one chunk holds, sent in their order; the step is queued behind them.
     many, step = client.forward_backward([one] * 1030, "cross_entropy"), None
     step = client.optim_step(types.AdamParams(learning_rate=1e-3))
     found = many.result()

@@ -138,6 +138,27 @@ def test_sampling_sessions(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("adapters", "capacity"), [(1, 4), (3, 1)])
+def test_a_snapshot_does_not_wait_for_a_place_that_its_own_session_has(
+    adapters: int, capacity: int, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        quota = Quota(adapters=adapters)
+        async with town(tmp_path / "run", capacity=capacity, quota=quota) as it:
+            model = await it.model()
+            opened = await it.asked(model, 1, Save(for_sampler=True, sampler_seq=0))
+            assert isinstance(opened, ActionResult)
+            assert isinstance(await it.queue.serve("acme", opened.sampler), str)
+            await it.asked(model, 2, tokens(1, 2))
+            await it.asked(model, 3, STEP)
+            await it.asked(model, 4, Save(for_sampler=True, sampler_seq=1))
+            await asyncio.sleep(2 * SHARED_S)
+            with pytest.raises(RequestError, match="the 1 models of this session have every place"):
+                await it.queue.serve("acme", opened.sampler)
+
+    asyncio.run(run())
+
+
 def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> None:
     async def run() -> None:
         async with town(tmp_path / "run", capacity=2) as it:
@@ -468,8 +489,8 @@ def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch:
 
 def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
     async def run() -> None:
-        async with town(tmp_path / "run", capacity=1) as it:
-            model = await it.model()
+        async with town(tmp_path / "run", capacity=2) as it:
+            model, _ = await it.model(), await it.model("bolt")
             stored = await it.asked(model, 1, Save(name="one"))
             assert isinstance(stored, ActionResult)
             sampler = await it.queue.change(

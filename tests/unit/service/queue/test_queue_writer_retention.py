@@ -31,6 +31,7 @@ from areal_lora.service.queue.client_sessions import (
     served,
     unload,
 )
+from areal_lora.service.queue.queue_rows import SavedState
 from areal_lora.service.queue.requests import ActionResult, CreateModel, Load, Save, Train
 from areal_lora.service.queue.sequencer import completed, durable, expected, look, submit, to_send
 from tests.support.service.ledger import LORA, QUOTA, Ledger
@@ -277,6 +278,34 @@ def test_a_snapshot_that_could_not_be_loaded_leaves_and_the_next_one_is_made_ane
     assert refused.reason == "it is torn"
     assert ("acme", "snapshot-1") not in it.ledger.tables.adapters
     assert it.ledger.change(lambda tx: served(tx, "acme", sampler, None)) == state
+
+
+def test_weights_that_are_saved_again_are_not_sampled_from_the_snapshot_of_the_old_ones() -> None:
+    it = World()
+    it.submit(Save(name="one"))
+    it.done(KEPT)
+    old, session = it.ledger.change(lambda tx: tx.states("1"))[0], it.model.partition(":")[0]
+    sampler = it.ledger.change(lambda tx: open_sampler(tx, "acme", session, 0, old.path))
+
+    def insert(name: str) -> None:
+        """Serve the state of the first save; it may have been looked up before the second one."""
+        adapter = AdapterRequest(name=name, rank=4, weight=1.0, settings={})
+        it.ledger.change(lambda tx: insert_snapshot(tx, "acme", adapter, old))
+        key = it.ledger.tables.adapters["acme", name].key
+        it.ledger.change(lambda tx: expected(tx, key, 1))
+        it.ledger.change(lambda tx: completed(tx, key, 1, KEPT))
+        it.ledger.change(lambda tx: completed(tx, key, 2, PublishResult(version=1)))
+
+    insert("snapshot-1")
+    assert it.ledger.change(lambda tx: served(tx, "acme", sampler, None)) == "acme-snapshot-1.1@v1"
+    it.submit(Save(name="one", overwrite=True))
+    it.done(KEPT)
+    for late in ("snapshot-2", "snapshot-3"):
+        found = it.ledger.change(lambda tx: served(tx, "acme", sampler, None))
+        assert isinstance(found, SavedState)
+        assert (found.path, found.label) == (old.path, "n2")
+        assert [name for _, name in it.ledger.tables.adapters if name.startswith("snapshot")] == []
+        insert(late)
 
 
 def test_a_save_under_a_name_in_use_drops_what_was_there_only_once_it_is_kept() -> None:

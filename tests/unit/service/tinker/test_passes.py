@@ -264,6 +264,24 @@ def test_chunks_of_all_data_count() -> None:
     assert (wanted.path, wanted.reason) == ("data.model_input", "it has 131074 parts; there are 131072 at most")
 
 
+def test_a_forward_pass_scores_no_other_token_than_its_target() -> None:
+    """A custom loss gives its own forward pass no weights, and may fill up the targets of a prompt."""
+
+    def read(targets: list[int], weights: list[float], forward_only: bool) -> Pass | RequestError:
+        inputs = {"target_tokens": (INT64, np.array(targets, "<i8").tobytes()), "weights": (1, floats(*weights))}
+        message = ForwardBackwardRequest.FromString(_request([ids(10, 11, 12)], inputs))
+        message.forward_only = forward_only
+        return read_pass(message.SerializeToString()).wanted
+
+    refused = read([11, 78, 79], [0, 0, 0], forward_only=True)
+    assert isinstance(refused, RequestError)
+    assert (refused.path, "target 1 counts" in refused.reason) == ("data[0].loss_fn_inputs.target_tokens", True)
+    for targets, forward_only in (([11, 78, 79], False), ([0, 0, 79], True), ([11, 12, 79], True)):
+        found = read(targets, [0, 0, 0], forward_only)
+        assert isinstance(found, Pass)
+        assert found.data[0].tokens == ids(10, 11, 12, 79)
+
+
 @pytest.mark.parametrize("chunks", [[b"\1\0", b"\0\0"], [ids(-1)]])
 def test_chunks_that_are_no_tokens_are_refused(chunks: list[bytes]) -> None:
     wanted = read_pass(_request(chunks, {"target_tokens": (INT64, np.array([2], "<i8").tobytes())})).wanted

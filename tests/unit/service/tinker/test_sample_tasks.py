@@ -15,6 +15,7 @@ from areal_lora.errors import RequestError, Unavailable
 from areal_lora.service.gateway import n_tokens
 from areal_lora.service.queue.client_sessions import kept_samples
 from areal_lora.service.queue.queue_rows import SavedState
+from areal_lora.service.queue.requests import Pending
 from areal_lora.service.tinker import sample_tasks, sdk_bodies
 from areal_lora.service.tinker.checkpoints import Exports
 from areal_lora.service.tinker.sample_tasks import Sampling
@@ -31,9 +32,15 @@ class Scene:
         self.answers = asyncio.Event()
         self.answers.set()
         self.status = 200
+        self.faults = 0
+        self.seeds: list[int | None] = []
 
     async def reply(self, body: dict[str, Any]) -> web.StreamResponse:
         await self.answers.wait()
+        self.seeds.append(body["seed"])
+        if self.faults:
+            self.faults -= 1
+            return web.Response(status=500)
         n = body["max_tokens"]
         choice = {"finish_reason": "length", "token_ids": [5] * n, "logprobs": {"token_logprobs": [-1.0] * n}}
         choices = [choice | {"index": k} for k in range(body["n"])]
@@ -47,7 +54,7 @@ class Scene:
         body = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "tiny_model"}
         self.sampler = (await self.post("create_sampling_session", body)).json()["sampling_session_id"]
 
-    async def sample(self, n: int = 16, max_tokens: int = 32) -> httpx.Response:
+    async def sample(self, n: int = 16, max_tokens: int = 32, seed: int | None = None) -> httpx.Response:
         self.n += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
         return await self.post(
@@ -57,7 +64,7 @@ class Scene:
                 "seq_id": self.n,
                 "num_samples": n,
                 "prompt": prompt,
-                "sampling_params": {"max_tokens": max_tokens},
+                "sampling_params": {"max_tokens": max_tokens, "seed": seed},
             },
         )
 
@@ -85,7 +92,7 @@ def play(tmp_path: Path, scene: Callable[[Scene], Awaitable[None]], **quota: int
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The samples of ``acme`` that the service has."""
-    found: dict[str, Any] = {}
+    found = sample_tasks._Samples()
     plain = Sampling.__init__
 
     def init(self: Sampling, *parts: Any) -> None:
@@ -170,6 +177,29 @@ def test_a_sample_costs_nothing_for_those_of_other_tenants(tmp_path: Path, monke
     play(tmp_path, scene)
 
 
+def test_a_sample_costs_as_much_however_many_are_kept(
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each one takes the place of an older one."""
+    looked_at = set[int]()
+
+    class Watched(sample_tasks._Sample):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.add(id(self))
+            return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(sample_tasks, "_Sample", Watched)
+
+    async def scene(it: Scene) -> None:
+        for _ in range(20):
+            looked_at.clear()
+            assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
+            assert len(looked_at) <= 2
+        assert len(kept) == 12
+
+    play(tmp_path, scene, queued=3)
+
+
 def test_tokens_in_progress_are_a_quota(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         it.answers.clear()
@@ -220,6 +250,27 @@ def test_a_passing_fault_of_the_file_fails_no_sample(
         monkeypatch.setattr(it.it.queue, "serve", locked)
         assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
         assert not faults
+
+    play(tmp_path, scene)
+
+
+def test_a_sample_waits_for_a_place_not_for_ever(
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any other reason it waits on."""
+    monkeypatch.setattr(sample_tasks, "PATIENCE_S", 0.04)
+    monkeypatch.setattr(sample_tasks, "PAUSE_S", 0.01)
+
+    async def scene(it: Scene) -> None:
+        found = [Pending(reason="it is paused")] * 9 + [Pending(reason="no place", capacity=True)] * 99
+
+        async def serve(*parts: Any) -> Pending:
+            return found.pop(0)
+
+        monkeypatch.setattr(it.it.queue, "serve", serve)
+        failed = (await it.fetch((await it.sample()).json()["request_id"])).json()
+        assert (failed["category"], "no place" in failed["error"]) == ("server", True)
+        assert len(found) == 99 - 5
 
     play(tmp_path, scene)
 
@@ -318,12 +369,16 @@ def test_a_kept_sample_that_is_no_longer_accepted_fails_at_the_start(tmp_path: P
     play(tmp_path, scene)
 
 
-def test_a_sample_whose_server_failed_is_not_sampled_again(tmp_path: Path, kept: dict[str, Any]) -> None:
+def test_a_sample_whose_server_fails_is_sampled_again_twice(tmp_path: Path, kept: dict[str, Any]) -> None:
     async def scene(it: Scene) -> None:
-        it.status = 500
+        it.faults = 2
+        taken = (await it.sample(seed=7)).json()["request_id"]
+        assert (await it.fetch(taken)).headers["Content-Type"] == sdk_bodies.PROTOBUF
+        assert (it.seeds, it.faults) == ([7] * 3, 0)
+        it.faults = 9
         name = (await it.sample()).json()["request_id"]
         failed = (await it.fetch(name)).json()
-        assert failed["category"] == "server"
+        assert (failed["category"], it.faults) == ("server", 6)
         assert "failed during this request" in failed["error"]
         await it.it.queue.keep()
         assert await it.it.queue.change(kept_samples) == []
