@@ -15,7 +15,6 @@ error has path, reason and fix.
 import asyncio
 import logging
 import os
-import resource
 import shutil
 import sys
 from contextlib import AsyncExitStack, ExitStack
@@ -264,16 +263,9 @@ HOST = "127.0.0.1"
 log = get_logger("areal_lora.service.main")  # __name__ is __main__ here
 
 
-def raise_descriptors() -> None:
-    """Every sample in progress has two: of its client and of its server."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 async def serve(config: Config, run_folder: RunFolder) -> None:
     """Serve until SIGTERM or SIGINT."""
     api_config = api_of(config)
-    raise_descriptors()
     stop = signalled()
     sock = listening(HOST, api_config.port, "service.api.port")
     async with AsyncExitStack() as stack:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import io
 import os
-import resource
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from areal_lora.network.http_server import HttpServer, listening
 from areal_lora.run_folder.paths import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import acceptance, http
-from areal_lora.service.main import raise_descriptors
 from areal_lora.service.queue import queue_writer
 from areal_lora.service.queue.queue_rows import Quota
 from tests.support.checkpoint import trained_run
@@ -627,13 +625,3 @@ def test_a_body_that_does_not_come_is_refused_after_a_while(tmp_path: Path, monk
             refused(await it.call("acme", "POST", path, content=slowly()), 408, "body")
 
     play(tmp_path, scene)
-
-
-def test_the_service_may_open_as_many_files_as_its_hard_limit() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
-    try:
-        raise_descriptors()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
