@@ -26,27 +26,27 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 900,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
     "algorithms": 1600,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
-    "checkpoint": 1442,  # a save starts before its copies are complete; a name taken over; measures; patterns
-    "cli": 2368,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
-    "config": 4697,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds first
-    "data": 875,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
+    "checkpoint": 1449,  # a save starts before its copies are complete; a name taken over; measures; patterns
+    "cli": 2365,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
+    "config": 4714,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds first
+    "data": 909,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
-    "doctor": 1053,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
-    "engine": 11887,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts; stops
-    "families": 1526,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4814,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
+    "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
+    "engine": 11948,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts; stops
+    "families": 1527,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
+    "launcher": 4899,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
     "library": 471,  # loss, advantage
     "network": 1029,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
-    "obs": 4720,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files
+    "obs": 4741,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files
     "operations": 530,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
-    "processes": 461,  # stacks after a fatal signal; shared_memory, loading, from above; rare collections; printable
+    "processes": 478,  # stacks after a fatal signal; shared_memory, loading, from above; rare collections; printable
     "rollout": 8477,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts
-    "run_folder": 1122,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
-    "service": 5369,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; bounds
-    "tasks": 3352,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
-    "trainer": 4326,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
-    "weight_sync": 5706,  # gathers; relays: tree, requests; keys; pings; deaths in formation; servers that hang; ties
+    "run_folder": 1127,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
+    "service": 5446,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; bounds
+    "tasks": 3358,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
+    "trainer": 4328,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
+    "weight_sync": 5714,  # gathers; relays: tree, requests; keys; pings; deaths in formation; servers that hang; ties
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
