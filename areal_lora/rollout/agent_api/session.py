@@ -20,7 +20,7 @@ from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPa
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Sample, TokenColumns, Trajectory
+from areal_lora.types import THOUGHT_START, AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
@@ -152,7 +152,8 @@ class Session:
                 arrived=arrived if heard is not None and self.context.streams else None,
                 routes_from=known.n_routed if known else 0,
             )
-            replies = await self._replies(request, number, sampled, [each.text for each in shown])
+            opened = THOUGHT_START if self._opens_thought(prompt) else ""
+            replies = await self._replies(request, number, sampled, [each.text for each in shown], opened)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
                 raise AgentRequestError(400, fault.detail) from None
@@ -194,7 +195,7 @@ class Session:
         self.last = replies[-1].sampled
 
     async def _replies(
-        self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str]
+        self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str], opened: str
     ) -> list[SampledReply]:
         texts = [self._spoken(one, request.stop) for one in sampled]
         parsed: Sequence[ParsedText | None] = [None] * len(sampled)
@@ -203,7 +204,7 @@ class Session:
         elif request.tools and self.tool_parser is not None:
             parsed = await self.context.client.tool_calls(
                 self.context.client.newest(self.ref),
-                ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[text for text, _ in texts]),
+                ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[opened + text for text, _ in texts]),
                 timeout_s=2 * self.context.sampling.timeout_s,
             )
         replies = []
@@ -213,10 +214,17 @@ class Session:
                 Call(id=call_id(self.seed, number, i, k), name=call.name, arguments=call.arguments)
                 for k, call in enumerate(parsed_calls if request.parallel_calls else parsed_calls[:1])
             )
-            content = found.content if found is not None and calls else one.text
+            content = found.content.removeprefix(opened) if found is not None and calls else one.text
             turn = Turn(role="assistant", content=content if content.startswith(given) else given, calls=calls)
             replies.append(SampledReply(sampled=one, turn=turn, stopped_by=stop if stop in request.stop else None))
         return replies
+
+    def _opens_thought(self, prompt: WrittenPrompt) -> bool:
+        """Whether the prompt ends with the start of a thought, as templates of thinking models write it."""
+        end = self.context.tokenizer.decode(
+            list(prompt.token_ids[-2 * len(THOUGHT_START) :]), skip_special_tokens=False
+        )
+        return end.rstrip().endswith(THOUGHT_START)
 
     def _spoken(self, sampled: Generation, stop: Sequence[str]) -> tuple[str, str | None]:
         """The answer's text with special tokens, which may mark calls, but without the end of sequence or stop text;
