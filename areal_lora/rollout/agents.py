@@ -74,7 +74,7 @@ class AgentWorkflow:
     """``n_samples`` agents at once. Each has a session; all trajectories of a session have its one reward.
 
     ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``. With ``cut`` an agent whose
-    time is over ends with what it has, if that can be trained on.
+    time is over ends with what it has, if that can be trained on; so does one that fails on its full context.
     """
 
     context: WorkflowContext
@@ -141,6 +141,10 @@ class AgentWorkflow:
                 if session.fault.done():
                     session.fault.result()
                 return running.result()
+            except GenerationFault as fault:
+                if fault.kind in _OWN_FAULTS and session.full and session.trained():
+                    return AgentResult(finish_reason="length")
+                raise
             finally:
                 running.cancel()
                 session.fault.cancel()
@@ -151,6 +155,7 @@ class AgentWorkflow:
             await asyncio.to_thread(lambda: kept.write(conversation_of(session, prompt.uid, sample, reward, detail)))
 
 
+_OWN_FAULTS = (FaultKind.AGENT, FaultKind.ENVIRONMENT)
 HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
 MAX_BODY_BYTES = 16 << 20
 

@@ -83,7 +83,7 @@ class Session:
 
     ``responses`` has by the id of a response the turns up to its first answer and with it, and whether the first is its
     instructions; ``turns`` by the number of a conversation those up to its last answer. ``n_untrained`` answers had a
-    grammar.
+    grammar. It is ``full`` from a request that its context has no room for to the next answer.
     """
 
     context: WorkflowContext
@@ -98,6 +98,7 @@ class Session:
     last: Generation | None = None
     n_requests: int = 0
     n_untrained: int = 0
+    full: bool = False
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -116,6 +117,7 @@ class Session:
         if not (n := len(prompt.token_ids)):
             raise AgentRequestError(400, "the prompt has no tokens")
         if n >= (limit := self.context.max_model_len):
+            self.full = True
             raise context_full(n, limit)
         return prompt
 
@@ -192,7 +194,7 @@ class Session:
             prompt=request.prompt if request.turns is None else None,
         )
         self.records.append(record)
-        self.last = replies[-1].sampled
+        self.last, self.full = replies[-1].sampled, False
 
     async def _replies(
         self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str], opened: str
