@@ -411,7 +411,7 @@ def test_a_request_that_the_server_rejects_is_the_agents_mistake() -> None:
 
 
 def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
-    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=500) if k == 1 else None)
+    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=500) if k else None)
     cancelled: list[bool] = []
 
     async def agent(task: AgentTask) -> float:
@@ -428,7 +428,37 @@ def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
     with pytest.raises(GenerationFault, match=r"server_error: .*500"):
         run(agent, server=fake)
     assert time.monotonic() - start < 60  # an episode may take 120 s
-    assert len(cancelled) == 2
+    assert len(cancelled) >= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "seeds"),
+    [
+        (FaultKind.AGENT, Cause.OTHER, 5),
+        (FaultKind.AGENT, Cause.UNREACHABLE, 5),
+        (FaultKind.SERVER_ERROR, Cause.OTHER, 4),
+        (FaultKind.AGENT, Cause.CODE, 0),
+        (FaultKind.REJECTED, Cause.OTHER, 0),
+    ],
+)
+def test_a_sample_that_fails_once_is_repeated_alone(kind: FaultKind, cause: Cause, seeds: int) -> None:
+    """With another seed where its answers may be at fault; where it would fail again, the group fails."""
+    fake = FakeServer(models={str(V1)}, answer=answer)
+    left = [GenerationFault(kind, "the sandbox closed its connection", cause)]
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        if left:
+            raise left.pop()
+        return 1.0
+
+    if not seeds:
+        with pytest.raises(GenerationFault, match="sandbox"):
+            run(agent, server=fake, n_samples=4)
+        return
+    assert [made.reward for made in run(agent, server=fake, n_samples=4).group.trajectories] == [1.0] * 4
+    assert len(fake.requests) == 5
+    assert len({request["seed"] for request in fake.requests}) == seeds
 
 
 async def no_completion(task: AgentTask) -> float:

@@ -235,7 +235,7 @@ def test_an_agent_that_leaves_a_stream_ends_the_sequence() -> None:
 
 
 def test_a_stream_that_breaks_off_is_an_error_of_its_client_and_a_fault_of_the_group() -> None:
-    server = saying(["hey"])
+    server = saying(["hey"] * 2)
 
     async def fail(t: int) -> None:
         if t == 2:
@@ -418,7 +418,7 @@ def test_an_agent_without_an_answer_of_the_policy_has_nothing_to_train() -> None
         await client.chat.completions.create(model=model, messages=MESSAGES, response_format={"type": "json_object"})
 
     with pytest.raises(GenerationFault, match="without a completion that no grammar chose"):
-        run(agent, saying(["{}"]))
+        run(agent, saying(["{}"] * 2))
 
 
 def test_a_stream_with_tools_holds_back_what_may_be_a_call() -> None:
