@@ -10,7 +10,7 @@ that a conversation stays one trajectory. Tool calls are parsed by a rollout ser
 
 Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``, ``/v1/messages`` (Anthropic's API),
 ``/v1/messages/count_tokens``; ``GET /v1/models``. A streamed answer is sent as the server samples it. With tools, what
-may be a call is held back until the answer is whole.
+may be a call is held back until the answer is whole, and thoughts are not.
 """
 
 import asyncio
@@ -158,6 +158,7 @@ class AgentWorkflow:
 _OWN_FAULTS = (FaultKind.AGENT, FaultKind.ENVIRONMENT)
 HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
 MAX_BODY_BYTES = 16 << 20
+PAUSE_S = 15.0  # of a stream without an event
 
 Body = dict[str, Any]
 _Handler = Callable[[Session, Request, Body], Coroutine[Any, Any, Response]]
@@ -257,9 +258,17 @@ async def _sample(api: AgentApi, session: Session, request: Request, body: Body)
 
 async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
     """Closing it, as when the agent disconnects, ends the sequences on the server."""
+    events = api.events(stream, session.ref.name, body, session.spell)
+    pending = asyncio.ensure_future(anext(events, None))
     try:
-        async for event in api.events(stream, session.ref.name, body, session.spell):
-            yield event_bytes(event, named=api.named)
+        while True:
+            if not (await asyncio.wait({pending}, timeout=PAUSE_S))[0]:
+                yield b": held back\n\n"  # a comment: clients end a connection that is silent for long
+            elif (event := pending.result()) is None:
+                break
+            else:
+                yield event_bytes(event, named=api.named)
+                pending = asyncio.ensure_future(anext(events, None))
         if not api.named:
             yield b"data: [DONE]\n\n"
     except GenerationFault as fault:
@@ -269,6 +278,7 @@ async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Bo
         if not stream.whole.cancelled():  # else the session has ended
             raise
     finally:
+        pending.cancel()
         stream.whole.cancel()
 
 

@@ -20,7 +20,7 @@ from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPa
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import THOUGHT_START, AdapterRef, Generation, Sample, TokenColumns, Trajectory
+from areal_lora.types import THOUGHT_END, THOUGHT_START, AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
@@ -31,10 +31,14 @@ _CALL_MARK = re.compile(r"[<{\[`]")
 
 @dataclass(slots=True)
 class _HeldText:
-    """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end."""
+    """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end.
+
+    The answer ``thinks`` up to the end of its thought, which has no calls; None before its text shows it.
+    """
 
     decode: Callable[..., str]
     tools: bool
+    thinks: bool | None
     text: str = ""
     _held: str = ""
     _closed: bool = False
@@ -48,11 +52,25 @@ class _HeldText:
         self._closed |= self.decode(ids, skip_special_tokens=True) != self.decode(ids, skip_special_tokens=False)
         if self._closed:
             return ""
+        if self.thinks is None:
+            head = self._held.lstrip()[: len(THOUGHT_START)]
+            if head != THOUGHT_START and THOUGHT_START.startswith(head):
+                return ""
+            self.thinks = head == THOUGHT_START
+        thought = ""
+        if self.thinks:
+            end = self._held.find(THOUGHT_END)
+            self.thinks = end < 0  # its mark may come in parts
+            n = end + len(THOUGHT_END) if end >= 0 else max(0, len(self._held) - len(THOUGHT_END))
+            thought, self._held = self._held[:n], self._held[n:]
+            self.text += thought
+            if self.thinks:
+                return thought
         found = _CALL_MARK.search(self._held)
         self._closed = found is not None
         ready = self._held[: found.start() if found else None].rstrip()  # parsers drop spaces before a call
         self.text, self._held = self.text + ready, self._held[len(ready) :]
-        return ready
+        return thought + ready
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -134,7 +152,9 @@ class Session:
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
         started = CompletedRequest(number=number, request=request, prompt_ids=prompt.token_ids, replies=[])
-        shown = [_HeldText(self.context.tokenizer.decode, bool(request.tools)) for _ in range(request.n)]
+        opened = THOUGHT_START if request.tools and self._opens_thought(prompt) else ""
+        decode, thinks = self.context.tokenizer.decode, bool(opened) or None
+        shown = [_HeldText(decode, bool(request.tools), thinks) for _ in range(request.n)]
 
         def arrived(index: int, part: Generation) -> None:
             assert heard is not None
@@ -154,7 +174,6 @@ class Session:
                 arrived=arrived if heard is not None and self.context.streams else None,
                 routes_from=known.n_routed if known else 0,
             )
-            opened = THOUGHT_START if self._opens_thought(prompt) else ""
             replies = await self._replies(request, number, sampled, [each.text for each in shown], opened)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
