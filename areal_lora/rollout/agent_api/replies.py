@@ -78,8 +78,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         Ids of calls do not count, nor how their arguments are spelt: JavaScript writes 1.0 as 1. Nor does an
         assistant's thought, which clients such as litellm remove from the content, with the spaces after it.
         """
-        said = self.content.rpartition(THOUGHT_END)[2].strip() if self.role == "assistant" else self.content
-        compared = self.role, said, self.name, [(c.name, c.compared()) for c in self.calls], self.call_id
+        content = self.content.rpartition(THOUGHT_END)[2].strip() if self.role == "assistant" else self.content
+        compared = self.role, content, self.name, [(c.name, c.compared()) for c in self.calls], self.call_id
         return digest(before, compared)
 
 

@@ -63,11 +63,11 @@ class ToolCallParsers:
         return [self._parsed(self._classes[body.parser], text, request) for text in body.texts]
 
     def _parsed(self, parser: type[ToolParser], text: str, request: ChatCompletionRequest) -> ParsedText:
-        thought, end, said = "", "", text
+        thought, end, rest = "", "", text
         if text.lstrip().startswith(THOUGHT_START):  # else the mark of its end may be an argument's
-            thought, end, said = text.partition(THOUGHT_END)
+            thought, end, rest = text.partition(THOUGHT_END)
         try:  # a parser keeps what it has seen of one answer
-            found = parser(self._tokenizer, request.tools).extract_tool_calls(said, request)
+            found = parser(self._tokenizer, request.tools).extract_tool_calls(rest, request)
         except FAULTS as error:
             if (kind := (parser, type(error))) not in self._reported:
                 self._reported.add(kind)
