@@ -32,6 +32,7 @@ from areal_lora.tokens import (
 if TYPE_CHECKING:
     import torch
 
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 MOST_STOPS, STOP_CHARACTERS = 64, 256
 """Texts that end an answer, and the length of one: the server's process compares each with every token."""
 

@@ -10,7 +10,7 @@ that a conversation stays one trajectory. Tool calls are parsed by a rollout ser
 
 Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``, ``/v1/messages`` (Anthropic's API),
 ``/v1/messages/count_tokens``; ``GET /v1/models``. A streamed answer is sent as the server samples it. With tools, what
-may be a call is held back until the answer is whole.
+may be a call is held back until the answer is whole, and thoughts are not.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class AgentWorkflow:
     """``n_samples`` agents at once. Each has a session; all trajectories of a session have its one reward.
 
     ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``. With ``cut`` an agent whose
-    time is over ends with what it has, if that can be trained on.
+    time is over ends with what it has, if that can be trained on; so does one that fails on its full context.
     """
 
     context: WorkflowContext
@@ -141,6 +141,10 @@ class AgentWorkflow:
                 if session.fault.done():
                     session.fault.result()
                 return running.result()
+            except GenerationFault as fault:
+                if fault.kind in _OWN_FAULTS and session.full and session.trained():
+                    return AgentResult(finish_reason="length")
+                raise
             finally:
                 running.cancel()
                 session.fault.cancel()
@@ -151,8 +155,10 @@ class AgentWorkflow:
             await asyncio.to_thread(lambda: kept.write(conversation_of(session, prompt.uid, sample, reward, detail)))
 
 
+_OWN_FAULTS = (FaultKind.AGENT, FaultKind.ENVIRONMENT)
 HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
 MAX_BODY_BYTES = 16 << 20
+PAUSE_S = 15.0  # of a stream without an event
 
 Body = dict[str, Any]
 _Handler = Callable[[Session, Request, Body], Coroutine[Any, Any, Response]]
@@ -252,9 +258,17 @@ async def _sample(api: AgentApi, session: Session, request: Request, body: Body)
 
 async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
     """Closing it, as when the agent disconnects, ends the sequences on the server."""
+    events = api.events(stream, session.ref.name, body, session.spell)
+    pending = asyncio.ensure_future(anext(events, None))
     try:
-        async for event in api.events(stream, session.ref.name, body, session.spell):
-            yield event_bytes(event, named=api.named)
+        while True:
+            if not (await asyncio.wait({pending}, timeout=PAUSE_S))[0]:
+                yield b": held back\n\n"  # a comment: clients end a connection that is silent for long
+            elif (event := pending.result()) is None:
+                break
+            else:
+                yield event_bytes(event, named=api.named)
+                pending = asyncio.ensure_future(anext(events, None))
         if not api.named:
             yield b"data: [DONE]\n\n"
     except GenerationFault as fault:
@@ -264,6 +278,7 @@ async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Bo
         if not stream.whole.cancelled():  # else the session has ended
             raise
     finally:
+        pending.cancel()
         stream.whole.cancel()
 
 

@@ -26,7 +26,7 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -158,20 +158,21 @@ SAMPLE_TRIES = 3
 
 
 async def repeated(tried: Callable[[int], Awaitable[T]], seed: int, uid: str) -> T:
-    """Run sample ``uid`` again that has lost its worker, or its time; the other samples of its group continue.
+    """Run sample ``uid`` again that has lost its worker, or failed; the other samples of its group continue.
 
-    It is a new session, since what the lost one sampled is not trained on. After a time-out it has another seed than
-    ``seed``: with the same one it might take as long again. A second time-out is its group's.
+    It is a new session, since what the lost one sampled is not trained on. Where the answers may be at fault, as for a
+    time-out, it has another seed than ``seed``. A second fault is its group's, as is the first of code that would fail
+    again.
     """
-    again = derived_seed(seed, "again")
+    failed = False
     for _ in range(SAMPLE_TRIES - 1):
         try:
             return await tried(seed)
-        except (SampleTimeout, WorkerLost) as fault:
-            if isinstance(fault, SampleTimeout):
-                if seed == again:
+        except GenerationFault as fault:
+            if not isinstance(fault, WorkerLost):
+                if failed or not fault.retryable or fault.cause is Cause.CODE:
                     raise
-                seed = again
+                failed, seed = True, derived_seed(seed, "again") if fault.resample else seed
             log.warning("sample %s is repeated: %s", uid, fault)
     return await tried(seed)
 

@@ -34,7 +34,7 @@ spec: Any = importlib.util.spec_from_file_location(
 kinds: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kinds)
 
-MAX_THREADS = 256
+MAX_THREADS = 4096  # started as they are needed; blocking samples have one each
 MEMORY_S = 1.0  # between two looks at the memory
 MISTAKES = (ArithmeticError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 """Of code: another try fails in the same way."""

@@ -31,12 +31,14 @@ the endpoint with the fields of `AgentTask`, and ``seed``: that of the group."""
 
 async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The result of ``function``, run in a thread if it is no coroutine function. Its SystemExit is a RuntimeError."""
+    started, dropped = list[bool](), list[bool]()
     if inspect.iscoroutinefunction(function):
         return await _awaited(function(*arguments, **keywords))
 
     def work() -> Any:
+        started.append(True)
         try:
-            return function(*arguments, **keywords)
+            return None if dropped else function(*arguments, **keywords)
         except (StopIteration, SystemExit) as error:  # a future takes the one for its own, the other ends the process
             raise _ordinary(error) from error
 
@@ -44,7 +46,9 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
     try:
         result = await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait({running})  # the sample has ended when its thread has
+        dropped.append(True)  # what has no thread yet does nothing
+        if started:
+            await asyncio.wait({running})  # the sample has ended when its thread has
         raise
     return await _awaited(result) if inspect.isawaitable(result) else result
 
@@ -66,8 +70,7 @@ def load(name: str) -> Callable[..., Any]:
     if place.endswith(".py"):
         sys.path.append(str(Path(place).resolve().parent))
         spec: Any = importlib.util.spec_from_file_location(Path(place).stem, place)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up their module here
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
@@ -207,9 +210,8 @@ class Mcp(WorkerKind):
             for server in self.servers:
                 session = await stack.enter_async_context(_mcp_session(server))
                 async for tool in _mcp_tools(session):
-                    schema = tool.model_dump(by_alias=True)["inputSchema"]
                     sessions[tool.name] = session
-                    tools.append(_tool(tool.name, tool.description, schema))
+                    tools.append(_tool(tool.name, tool.description, tool.model_dump(by_alias=True)["inputSchema"]))
             prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
             chat = Chat(task, *prompt, max_turns=self.max_turns)
             while (message := await chat.answer(tools)) is not None and message.get("tool_calls"):

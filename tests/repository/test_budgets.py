@@ -24,7 +24,7 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 900,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
+    "": 901,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
     "algorithms": 1600,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
     "checkpoint": 1449,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2365,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
@@ -32,7 +32,7 @@ LINES = {
     "data": 909,  # checks in chunks; equal attention; clients' groups, order; refused prompts; truncated; appended
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job, ended
-    "engine": 11948,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts; stops
+    "engine": 11954,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; vLLM's counts; stops
     "families": 1527,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
     "launcher": 4899,  # a run in virtual time; sweeps; trackers, rolling; first failures; checkpoints; cached beats
     "library": 471,  # loss, advantage
@@ -41,7 +41,7 @@ LINES = {
     "operations": 530,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 478,  # stacks after a fatal signal; shared_memory, loading, from above; rare collections; printable
-    "rollout": 8477,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts
+    "rollout": 8535,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts
     "run_folder": 1127,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5446,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; bounds
     "tasks": 3358,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code

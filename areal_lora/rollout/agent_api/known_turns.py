@@ -6,10 +6,10 @@ new::
 
     earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
 
-An answer counts as given back if its content and calls are those that the agent got. What the template would write for
-it may differ (spaces in the arguments of a call): the sampled tokens stay. A template that writes earlier turns
-differently once others follow (without their thoughts) starts a new sequence, unless ``task.format.kind`` is
-``chat_append``: then what it writes for the new turns follows the earlier tokens.
+An answer counts as given back if its calls, and its content after thoughts, are those that the agent got. What the
+template would write for it may differ (spaces in the arguments of a call): the sampled tokens stay. A template that
+writes earlier turns differently once others follow (without their thoughts) starts a new sequence, unless
+``task.format.kind`` is ``chat_append``: then what it writes for the new turns follows the earlier tokens.
 """
 
 from array import array
@@ -73,7 +73,7 @@ class Prompts:
     """The prompts of one session. Conversations are found by digests of their turns, of the tools first."""
 
     formatter: Formatter
-    _known: dict[bytes, KnownTurns] = field(default_factory=dict)
+    _known: dict[bytes, tuple[KnownTurns, ...]] = field(default_factory=dict)  # that differ in thoughts, or in tokens
     _texts: dict[str, tuple[PackedTurns, int]] = field(default_factory=dict)  # of plain prompts and their answers
     _tools: set[bytes] = field(default_factory=set)  # that the template writes
 
@@ -110,7 +110,8 @@ class Prompts:
             n_sampled=len(sampled),
             written=prompt.written,
         )
-        self._known[reply.turn.digest(prompt.digest)] = known
+        key = reply.turn.digest(prompt.digest)
+        self._known[key] = (*self._known.get(key, ()), known)
         return known
 
     def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> WrittenPrompt:
@@ -125,7 +126,7 @@ class Prompts:
             self._tools.add(digests[0])
         for turn in turns:
             digests.append(turn.digest(digests[-1]))
-        known = next((self._known[d] for d in reversed(digests) if d in self._known), None)
+        known = _best(next((self._known[d] for d in reversed(digests) if d in self._known), ()), turns)
         ids, encode = None, self.formatter.tokenizer.encode
         if known is not None:
             before = known.conversation.ids(known.end)
@@ -174,3 +175,11 @@ class Prompts:
             return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
         except ConfigError as error:
             raise AgentRequestError(400, error.reason, "messages") from None
+
+
+def _best(found: Sequence[KnownTurns], turns: Sequence[Turn]) -> KnownTurns | None:
+    """The newest one whose thoughts are those of ``turns``; of clients that drop thoughts the newest."""
+    if len(found) < 2:
+        return found[0] if found else None
+    given = [turn.content for turn in turns[: found[-1].n]]
+    return next((k for k in reversed(found) if [turn.content for turn in k.turns()] == given), found[-1])

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 
 from areal_lora.rollout.agent_api.refusals import refuse, warn_once
-from areal_lora.types import Generation
+from areal_lora.types import THOUGHT_END, Generation
 
 Spell: TypeAlias = Callable[[int], str]  # the text of one token
 MAX_N = 128
@@ -75,9 +75,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     def digest(self, before: bytes) -> bytes:
         """Of a conversation that ends with this turn, from that of the turns before it.
 
-        Ids of calls do not count, nor how their arguments are spelt: JavaScript writes 1.0 as 1.
+        Ids of calls do not count, nor how their arguments are spelt: JavaScript writes 1.0 as 1. Nor does an
+        assistant's thought, which clients such as litellm remove from the content, with the spaces after it.
         """
-        compared = self.role, self.content, self.name, [(c.name, c.compared()) for c in self.calls], self.call_id
+        content = self.content.rpartition(THOUGHT_END)[2].strip() if self.role == "assistant" else self.content
+        compared = self.role, content, self.name, [(c.name, c.compared()) for c in self.calls], self.call_id
         return digest(before, compared)
 
 

@@ -20,7 +20,7 @@ from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPa
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Sample, TokenColumns, Trajectory
+from areal_lora.types import THOUGHT_END, THOUGHT_START, AdapterRef, Generation, Sample, TokenColumns, Trajectory
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
@@ -31,10 +31,14 @@ _CALL_MARK = re.compile(r"[<{\[`]")
 
 @dataclass(slots=True)
 class _HeldText:
-    """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end."""
+    """The text of one answer that the agent has got. What may start a call of ``tools`` is held back until its end.
+
+    The answer ``thinks`` up to the end of its thought, which has no calls; None before its text shows it.
+    """
 
     decode: Callable[..., str]
     tools: bool
+    thinks: bool | None
     text: str = ""
     _held: str = ""
     _closed: bool = False
@@ -48,11 +52,25 @@ class _HeldText:
         self._closed |= self.decode(ids, skip_special_tokens=True) != self.decode(ids, skip_special_tokens=False)
         if self._closed:
             return ""
+        if self.thinks is None:
+            head = self._held.lstrip()[: len(THOUGHT_START)]
+            if head != THOUGHT_START and THOUGHT_START.startswith(head):
+                return ""
+            self.thinks = head == THOUGHT_START
+        thought = ""
+        if self.thinks:
+            end = self._held.find(THOUGHT_END)
+            self.thinks = end < 0  # its mark may come in parts
+            n = end + len(THOUGHT_END) if end >= 0 else max(0, len(self._held) - len(THOUGHT_END))
+            thought, self._held = self._held[:n], self._held[n:]
+            self.text += thought
+            if self.thinks:
+                return thought
         found = _CALL_MARK.search(self._held)
         self._closed = found is not None
         ready = self._held[: found.start() if found else None].rstrip()  # parsers drop spaces before a call
         self.text, self._held = self.text + ready, self._held[len(ready) :]
-        return ready
+        return thought + ready
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -83,7 +101,7 @@ class Session:
 
     ``responses`` has by the id of a response the turns up to its first answer and with it, and whether the first is its
     instructions; ``turns`` by the number of a conversation those up to its last answer. ``n_untrained`` answers had a
-    grammar.
+    grammar. It is ``full`` from a request that its context has no room for to the next answer.
     """
 
     context: WorkflowContext
@@ -98,6 +116,7 @@ class Session:
     last: Generation | None = None
     n_requests: int = 0
     n_untrained: int = 0
+    full: bool = False
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -116,6 +135,7 @@ class Session:
         if not (n := len(prompt.token_ids)):
             raise AgentRequestError(400, "the prompt has no tokens")
         if n >= (limit := self.context.max_model_len):
+            self.full = True
             raise context_full(n, limit)
         return prompt
 
@@ -132,7 +152,9 @@ class Session:
         number = self.n_requests
         seed = derived_seed(self.seed, number if request.seed is None else -1 - request.seed)
         started = CompletedRequest(number=number, request=request, prompt_ids=prompt.token_ids, replies=[])
-        shown = [_HeldText(self.context.tokenizer.decode, bool(request.tools)) for _ in range(request.n)]
+        opened = THOUGHT_START if request.tools and self._opens_thought(prompt) else ""
+        decode, thinks = self.context.tokenizer.decode, bool(opened) or None
+        shown = [_HeldText(decode, bool(request.tools), thinks) for _ in range(request.n)]
 
         def arrived(index: int, part: Generation) -> None:
             assert heard is not None
@@ -152,7 +174,7 @@ class Session:
                 arrived=arrived if heard is not None and self.context.streams else None,
                 routes_from=known.n_routed if known else 0,
             )
-            replies = await self._replies(request, number, sampled, [each.text for each in shown])
+            replies = await self._replies(request, number, sampled, [each.text for each in shown], opened)
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
                 raise AgentRequestError(400, fault.detail) from None
@@ -191,10 +213,10 @@ class Session:
             prompt=request.prompt if request.turns is None else None,
         )
         self.records.append(record)
-        self.last = replies[-1].sampled
+        self.last, self.full = replies[-1].sampled, False
 
     async def _replies(
-        self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str]
+        self, request: SamplingRequest, number: int, sampled: Sequence[Generation], shown: Sequence[str], opened: str
     ) -> list[SampledReply]:
         texts = [self._spoken(one, request.stop) for one in sampled]
         parsed: Sequence[ParsedText | None] = [None] * len(sampled)
@@ -203,7 +225,7 @@ class Session:
         elif request.tools and self.tool_parser is not None:
             parsed = await self.context.client.tool_calls(
                 self.context.client.newest(self.ref),
-                ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[text for text, _ in texts]),
+                ToolCallsBody(parser=self.tool_parser, tools=request.tools, texts=[opened + text for text, _ in texts]),
                 timeout_s=2 * self.context.sampling.timeout_s,
             )
         replies = []
@@ -213,10 +235,17 @@ class Session:
                 Call(id=call_id(self.seed, number, i, k), name=call.name, arguments=call.arguments)
                 for k, call in enumerate(parsed_calls if request.parallel_calls else parsed_calls[:1])
             )
-            content = found.content if found is not None and calls else one.text
+            content = found.content.removeprefix(opened) if found is not None and calls else one.text
             turn = Turn(role="assistant", content=content if content.startswith(given) else given, calls=calls)
             replies.append(SampledReply(sampled=one, turn=turn, stopped_by=stop if stop in request.stop else None))
         return replies
+
+    def _opens_thought(self, prompt: WrittenPrompt) -> bool:
+        """Whether the prompt ends with the start of a thought, as templates of thinking models write it."""
+        end = self.context.tokenizer.decode(
+            list(prompt.token_ids[-2 * len(THOUGHT_START) :]), skip_special_tokens=False
+        )
+        return end.rstrip().endswith(THOUGHT_START)
 
     def _spoken(self, sampled: Generation, stop: Sequence[str]) -> tuple[str, str | None]:
         """The answer's text with special tokens, which may mark calls, but without the end of sequence or stop text;

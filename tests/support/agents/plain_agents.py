@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import urllib.request
 from typing import Any
 
@@ -62,3 +63,13 @@ async def unspeakable(task: Any) -> float:
 
 
 NOT_CALLABLE = 3
+
+
+MEET = 300
+_met = threading.Barrier(MEET)
+
+
+def meets(task: Any) -> float:
+    """Ends when so many samples run at once; blocks its thread until then."""
+    _met.wait(timeout=120)
+    return 1.0

@@ -19,10 +19,10 @@ from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agent_api import session as agent_session
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
-from areal_lora.rollout.completion_client import GenerationFault
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.reward_calls import Score
-from areal_lora.types import Outcome
+from areal_lora.types import Cause, Outcome
 from tests.support.clocks import seen
 from tests.support.rollout.agent_endpoint import rewarded
 from tests.support.rollout.fake_server import FakeServer, Fault
@@ -411,7 +411,7 @@ def test_a_request_that_the_server_rejects_is_the_agents_mistake() -> None:
 
 
 def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
-    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=500) if k == 1 else None)
+    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=500) if k else None)
     cancelled: list[bool] = []
 
     async def agent(task: AgentTask) -> float:
@@ -428,7 +428,37 @@ def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
     with pytest.raises(GenerationFault, match=r"server_error: .*500"):
         run(agent, server=fake)
     assert time.monotonic() - start < 60  # an episode may take 120 s
-    assert len(cancelled) == 2
+    assert len(cancelled) >= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "seeds"),
+    [
+        (FaultKind.AGENT, Cause.OTHER, 5),
+        (FaultKind.AGENT, Cause.UNREACHABLE, 5),
+        (FaultKind.SERVER_ERROR, Cause.OTHER, 4),
+        (FaultKind.AGENT, Cause.CODE, 0),
+        (FaultKind.REJECTED, Cause.OTHER, 0),
+    ],
+)
+def test_a_sample_that_fails_once_is_repeated_alone(kind: FaultKind, cause: Cause, seeds: int) -> None:
+    """With another seed where its answers may be at fault; where it would fail again, the group fails."""
+    fake = FakeServer(models={str(V1)}, answer=answer)
+    left = [GenerationFault(kind, "the sandbox closed its connection", cause)]
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        if left:
+            raise left.pop()
+        return 1.0
+
+    if not seeds:
+        with pytest.raises(GenerationFault, match="sandbox"):
+            run(agent, server=fake, n_samples=4)
+        return
+    assert [made.reward for made in run(agent, server=fake, n_samples=4).group.trajectories] == [1.0] * 4
+    assert len(fake.requests) == 5
+    assert len({request["seed"] for request in fake.requests}) == seeds
 
 
 async def no_completion(task: AgentTask) -> float:
@@ -507,6 +537,50 @@ def test_an_agent_whose_time_is_over_is_scored_by_its_last_answer() -> None:
     assert [item.completion for item in scorer.asked] == [text, text]
     with pytest.raises(GenerationFault, match="took longer"):
         run(agent, server=FakeServer(models={str(V1)}, delay_s=lambda _: 600.0), timeout_s=0.5, cut=True)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.AGENT, FaultKind.ENVIRONMENT])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_agent_that_fails_on_its_full_context_was_ended_by_a_limit_of_the_run(
+    kind: FaultKind, goes_on: bool
+) -> None:
+    """Its answers are trained on. One that is answered again, with fewer messages, fails by itself."""
+    fake = FakeServer(models={str(V1)}, answer=answer)
+    scorer = Graded(lambda text: Score(reward=0.25, outcome=Outcome.OK))
+
+    async def agent(task: AgentTask) -> float:
+        messages = [user("hi")]
+        for _ in range(2 * MAX_MODEL_LEN):
+            messages += [user("more")]
+            status, reply = await post(task, messages=messages)
+            if status != 200:
+                assert reply["error"]["code"] == "context_length_exceeded"
+                break
+            messages += [reply["choices"][0]["message"]]
+        if goes_on:
+            await say(task, [user("hi")])
+        raise GenerationFault(kind, f"BadRequestError: {reply['error']['message']}", Cause.CODE)
+
+    if goes_on:
+        with pytest.raises(GenerationFault, match="BadRequestError"):
+            run(agent, server=fake, n_samples=1)
+        return
+    episode = run(agent, server=fake, scorer=scorer)
+    assert len(episode.group.trajectories) == 2
+    for made in episode.group.trajectories:
+        assert (made.reward, made.outcome, made.finish_reason) == (0.25, Outcome.OK, "length")
+        assert made.truncated
+        assert sum(made.loss_mask) == 3 * len(fake.requests) // 2, "each answer has three tokens"
+
+
+def test_an_agent_whose_first_request_is_too_long_fails() -> None:
+    async def agent(task: AgentTask) -> float:
+        status, _ = await post(task, messages=[user("x" * MAX_MODEL_LEN)])
+        assert status == 400
+        raise GenerationFault(FaultKind.AGENT, "BadRequestError: too long")
+
+    with pytest.raises(GenerationFault, match="BadRequestError"):
+        run(agent)
 
 
 def test_without_a_reward_the_last_answer_is_scored() -> None:

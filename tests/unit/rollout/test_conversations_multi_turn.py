@@ -275,7 +275,7 @@ def test_what_an_environment_does_wrong_is_a_fault_of_its_group(environment: Any
 
 
 def test_one_failing_trajectory_fails_the_group() -> None:
-    fine = iter([True, False])
+    fine = iter([True, False, False])
     with pytest.raises(GenerationFault, match="the tool is gone"):
         run(lambda: Scripted([Reply(done=True)]) if next(fine) else Broken([]))
 

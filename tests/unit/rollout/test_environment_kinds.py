@@ -6,7 +6,9 @@ import asyncio
 import io
 import shlex
 import sys
+import threading
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text
+from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text, called
 
 PAGED = """
 import asyncio
@@ -129,3 +131,29 @@ def test_an_episode_that_ends_with_its_last_turn_is_not_cut_off(monkeypatch: pyt
         SimpleNamespace(sample=SimpleNamespace(), seed=1)
     )
     assert asyncio.run(played) == {"reward": 1.0, "finish_reason": ""}
+
+
+def test_cancelled_work_that_no_thread_has_started_is_not_waited_for() -> None:
+    """Of work in a thread the end is waited for."""
+    released, calls = threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        calls.append(name)
+        released.wait()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        tasks = [asyncio.create_task(called(work, name)) for name in ("in a thread", "queued")]
+        while not calls:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        done = [task.done() for task in tasks]
+        released.set()
+        await asyncio.wait(tasks)
+        assert done == [False, True]
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(main())
+    assert calls == ["in a thread"]

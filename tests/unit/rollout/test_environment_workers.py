@@ -24,7 +24,7 @@ from areal_lora.config.models import ClusterConfig, WorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
-from areal_lora.rollout.agents import agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask, agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import WorkerLost
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
@@ -115,6 +115,17 @@ def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> 
     for t in episode(agent(name)).group.trajectories:
         assert t.outcome is outcome
         assert reward is None or t.reward == reward
+
+
+def test_blocking_samples_have_a_thread_each() -> None:
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(agent("meets"))
+    task = AgentTask(base_url="http://127.0.0.1:1/v1", api_key="", model="", sample=PROMPT.sample, timeout_s=300.0)
+
+    async def main() -> list[AgentResult]:
+        async with EnvironmentWorkers(config, FIELDS) as workers:
+            return await asyncio.gather(*(workers.play(task) for _ in range(plain_agents.MEET)))
+
+    assert [result.reward.reward for result in asyncio.run(main())] == [1.0] * plain_agents.MEET
 
 
 def test_an_agents_client_reaches_the_endpoint_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

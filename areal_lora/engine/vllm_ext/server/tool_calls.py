@@ -22,6 +22,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsAnswer, ToolCallsBody
 from areal_lora.processes.loading import load_import_path
 from areal_lora.processes.log import get_logger
+from areal_lora.types import THOUGHT_END, THOUGHT_START
 
 PATH = "/v1/tool_calls"
 KEY = "adapters.workflow.tool_parser"
@@ -51,6 +52,8 @@ class ToolCallParsers:
     def parse(self, body: ToolCallsBody) -> list[ParsedText]:
         """The text and the calls of each answer, in order. A text in which the parser fails has no calls.
 
+        vLLM's parsers expect text without thoughts: a call in a thought that starts the text is none.
+
         Raises ValueError for an unknown parser, or tools that vLLM refuses.
         """
         if body.parser not in self._classes:
@@ -60,8 +63,11 @@ class ToolCallParsers:
         return [self._parsed(self._classes[body.parser], text, request) for text in body.texts]
 
     def _parsed(self, parser: type[ToolParser], text: str, request: ChatCompletionRequest) -> ParsedText:
+        thought, end, rest = "", "", text
+        if text.lstrip().startswith(THOUGHT_START):  # else the mark of its end may be an argument's
+            thought, end, rest = text.partition(THOUGHT_END)
         try:  # a parser keeps what it has seen of one answer
-            found = parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            found = parser(self._tokenizer, request.tools).extract_tool_calls(rest, request)
         except FAULTS as error:
             if (kind := (parser, type(error))) not in self._reported:
                 self._reported.add(kind)
@@ -71,7 +77,7 @@ class ToolCallParsers:
             return ParsedText(content=text)
         read = (call.function for call in found.tool_calls)
         calls = [ParsedCall(name=_whole(function.name), arguments=_whole(function.arguments)) for function in read]
-        return ParsedText(content=found.content or "", calls=calls)
+        return ParsedText(content=thought + end + (found.content or ""), calls=calls)
 
 
 def _whole(text: str) -> str:

@@ -172,3 +172,50 @@ def test_a_template_that_writes_earlier_turns_differently_is_one_warning_with_it
     assert "task.format.kind=chat_append" in line
     episode(observing, saying(SAID), formatter=formatter("chat_append", False))
     assert len(caplog.messages) == 1
+
+
+THOUGHTS = ["<think>one</think>\n\nfour", "<think>two</think>\n\nfour", "<think>three</think>\n\nfour"]
+
+
+def said(answer: str) -> str:
+    return answer.rpartition("</think>")[2].strip()
+
+
+@pytest.mark.parametrize("kind", ["chat", "chat_append"])
+def test_an_answer_without_its_thought_continues_the_conversation(kind: str) -> None:
+    """As litellm gives it back: the thought is a field of its own, and the content what follows it."""
+
+    async def agent(task: AgentTask) -> float:
+        messages: list[Any] = list(MESSAGES)
+        for thought in THOUGHTS:
+            _, body = await asked(task, messages=messages)
+            content = body["choices"][0]["message"]["content"]
+            assert content == thought
+            messages.append({"role": "assistant", "content": said(content), "reasoning_content": "one"})
+            messages.append({"role": "user", "content": "and?"})
+        return 1.0
+
+    how = PromptFormat.model_validate({"kind": kind})
+    (made,) = episode(
+        agent, saying(THOUGHTS), formatter=Formatter(tokenizer=ToolTokenizer(), how=how)
+    ).group.trajectories
+    assert "".join(map(chr, made.token_ids)) == "<user:hi>" + "\2<user:and?>".join(THOUGHTS) + "\2"
+    assert made.loss_mask.count(1) == sum(len(thought) + 1 for thought in THOUGHTS)
+
+
+@pytest.mark.parametrize("chosen", range(3))
+def test_of_equal_answers_the_one_with_the_given_thought_is_continued(chosen: int) -> None:
+    server = saying([*THOUGHTS, "end", "end"])
+
+    async def agent(task: AgentTask) -> float:
+        _, body = await asked(task, messages=MESSAGES, n=3)
+        content = body["choices"][chosen]["message"]["content"]
+        for given in (content, said(content)):
+            message = {"role": "assistant", "content": given}
+            await asked(task, messages=[*MESSAGES, message, {"role": "user", "content": "and?"}])
+        return 1.0
+
+    episode(agent, server)
+    whole, short = ("".join(map(chr, request["prompt"])) for request in server.requests[1:])
+    assert whole == f"<user:hi>{THOUGHTS[chosen]}\2<user:and?>"
+    assert short in {f"<user:hi>{thought}\2<user:and?>" for thought in THOUGHTS}

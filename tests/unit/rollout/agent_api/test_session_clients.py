@@ -8,18 +8,29 @@ from collections.abc import AsyncIterator, Callable
 from itertools import groupby
 from typing import Any
 
+import aiohttp
 import jsonschema
 import msgspec
 import pytest
 
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.rollout import agents
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import RouteShape
 from tests.support.lazy import Lazy
-from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, asked, episode, saying
+from tests.support.rollout.agent_endpoint import (
+    FUNCTION,
+    MESSAGES,
+    TOOL,
+    ToolTokenizer,
+    asked,
+    episode,
+    find_calls,
+    saying,
+)
 from tests.support.rollout.fake_server import FakeServer, Fault, routes_of
 from tests.support.rollout.texts import EOS, Graded
 
@@ -235,7 +246,7 @@ def test_an_agent_that_leaves_a_stream_ends_the_sequence() -> None:
 
 
 def test_a_stream_that_breaks_off_is_an_error_of_its_client_and_a_fault_of_the_group() -> None:
-    server = saying(["hey"])
+    server = saying(["hey"] * 2)
 
     async def fail(t: int) -> None:
         if t == 2:
@@ -418,7 +429,7 @@ def test_an_agent_without_an_answer_of_the_policy_has_nothing_to_train() -> None
         await client.chat.completions.create(model=model, messages=MESSAGES, response_format={"type": "json_object"})
 
     with pytest.raises(GenerationFault, match="without a completion that no grammar chose"):
-        run(agent, saying(["{}"]))
+        run(agent, saying(["{}"] * 2))
 
 
 def test_a_stream_with_tools_holds_back_what_may_be_a_call() -> None:
@@ -431,3 +442,58 @@ def test_a_stream_with_tools_holds_back_what_may_be_a_call() -> None:
 
     run(agent, saying(["so: a < b.", CALL]))
     assert texts == [[*"so:", " a", " < b."], [*"ok"]]
+
+
+@pytest.mark.parametrize("rest", ["</think>\n\n" + CALL, "</think>\n\nso", ""])
+def test_a_stream_with_tools_has_the_thought_as_it_comes(rest: str) -> None:
+    """The server samples on only once the agent has got the thought, up to what may be a part of its end."""
+    thought, got = f"<think>{{add? [{'x' * 50}", asyncio.Event()
+    server = saying([thought + rest])
+    server.between_parts = lambda t: asyncio.wait_for(got.wait(), 240.0) if t == len(thought) else asyncio.sleep(0)
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        chunks = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL], stream=True)
+        seen, calls = "", list[str]()
+        async for chunk in chunks:
+            seen += chunk.choices[0].delta.content or ""
+            calls += [call.function.name for call in chunk.choices[0].delta.tool_calls or ()]
+            if len(seen) >= len(thought) - len("</think>"):
+                got.set()
+        assert (thought + rest).startswith(seen)
+        assert calls == ["add"] * ("{" in rest)
+        if not calls:
+            assert seen == thought + rest
+
+    def parse(body: dict[str, Any]) -> list[dict[str, Any]]:
+        """As a server: without the calls of thoughts."""
+        thought, end, said = body["texts"][0].partition("</think>")
+        (found,) = find_calls({"texts": [said]})
+        return [found | {"content": thought + end + found["content"]}]
+
+    server.parse = parse
+    run(agent, server)
+
+
+def test_a_stream_that_is_held_back_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "PAUSE_S", 0.01)
+    server, seen = saying([CALL]), asyncio.Event()
+    server.between_parts = lambda t: asyncio.wait_for(seen.wait(), 240.0) if t == len(CALL) - 1 else asyncio.sleep(0)
+
+    async def agent(task: AgentTask) -> float:
+        headers, comments, events = {"Authorization": f"Bearer {task.api_key}"}, 0, list[Any]()
+        body = {"model": task.model, "messages": MESSAGES, "tools": [TOOL], "stream": True}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{task.base_url}/chat/completions", json=body, headers=headers) as response,
+        ):
+            async for line in response.content:
+                comments += line.startswith(b":")
+                if comments == 3:
+                    seen.set()
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        return 1.0
+
+    (made,) = episode(agent, server).group.trajectories
+    assert made.loss_mask.count(1) == len(CALL) + 1

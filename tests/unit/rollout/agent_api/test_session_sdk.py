@@ -21,7 +21,7 @@ from areal_lora.rollout.conversations import ConversationFile, read_conversation
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.lazy import Lazy
 from tests.support.paths import EXAMPLES
-from tests.support.rollout.agent_endpoint import episode, saying
+from tests.support.rollout.agent_endpoint import MESSAGES, TOOL, ToolTokenizer, episode, saying
 from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import V1
 
@@ -165,3 +165,33 @@ def test_the_sdk_calls_three_tools(api: str, streamed: bool, separators: tuple[s
     (conversation,) = read_conversations(kept.folder)
     assert [len(request.turns) for request in conversation.requests] == [2, 2, 1]
     assert [turn.content for request in conversation.requests[1:] for turn in request.turns] == ["12", "30", "42"]
+
+
+class Thinking(ToolTokenizer):
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, **kwargs: Any) -> str:
+        text = super().apply_chat_template(conversation, add_generation_prompt=False, **kwargs)
+        return text + "<think>\n" * add_generation_prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["", "</think>see "])
+def test_a_call_in_a_thought_that_the_prompt_opens_is_none(end: str, stream: bool) -> None:
+    parsers = tool_calls.ToolCallParsers(object(), ["hermes"])
+    calls = [spelt("", [(name, {"a": 1, "b": 2})], (", ", ": ")) for name in ("multiply", "add")]
+    content = f"I could {calls[0]} but{end}"
+    server = saying([content + calls[1] * bool(end)])
+    server.parse = lambda body: msgspec.to_builtins(parsers.parse(msgspec.convert(body, ToolCallsBody)))
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            asked: dict[str, Any] = {"model": task.model, "messages": MESSAGES, "tools": [TOOL]}
+            if stream:
+                async with client.chat.completions.stream(**asked) as events:
+                    message = (await events.get_final_completion()).choices[0].message
+            else:
+                message = (await client.chat.completions.create(**asked)).choices[0].message
+        assert message.content == content
+        assert [call.function.name for call in message.tool_calls or ()] == ["add"] * bool(end)
+        return 1.0
+
+    episode(agent, server, parser="hermes", formatter=Formatter(tokenizer=Thinking()))

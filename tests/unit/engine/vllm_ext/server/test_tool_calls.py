@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,34 @@ def test_a_parser_of_the_users_own_reads_an_answer() -> None:
         ParsedText(content=" #### 7"),
         ParsedText(content="", calls=[ParsedCall(name="calculator", arguments='{"expression": "?"}')]),
     ]
+
+
+def hermes(command: str) -> str:
+    body = json.dumps({"name": "bash", "arguments": {"command": command}})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("content", "call"),
+    [
+        ("<think>\nI answer inside <tool_call> tags.\n</think>\n\n", "ls"),
+        (f"\n<think>I could {hermes('rm')}, but see.</think>", "ls"),
+        (f"<think>I could {hermes('rm')}, but no.</think>4", None),
+        (f"<think>I could {hermes('rm')}", None),
+        ("<think>See.</think>", "grep '</think>' a"),
+        ("", "grep '</think>' a"),
+        ("See <think>.", "ls"),
+    ],
+)
+def test_a_call_in_a_thought_is_none(content: str, call: str | None) -> None:
+    """And what a call after it, or of a model without thoughts, has in its arguments ends none."""
+    text = content + (hermes(call) if call else "")
+    tools = [{"type": "function", "function": {"name": "bash"}}]
+    (found,) = tool_calls.ToolCallParsers(object(), ["hermes"]).parse(
+        ToolCallsBody(parser="hermes", tools=tools, texts=[text])
+    )
+    assert [json.loads(each.arguments) for each in found.calls] == ([{"command": call}] if call else [])
+    assert found.content == content
 
 
 @pytest.mark.parametrize("text", ["<|action_start|><|plugin|>1", "<|action_start|><|plugin|>{"])
