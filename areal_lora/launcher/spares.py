@@ -160,10 +160,17 @@ class _Session:
                 time.sleep(POLL_S)
             if in_order:
                 print_line(self._console, "leaving in order (once more to end at once)")
-            else:
-                supervisor.terminate()
-                time.sleep(POLL_S)  # two signals are two, not one
-            supervisor.stop(self._stop_s if in_order else END_S, interrupted=interrupts)
+            supervisor.terminate()
+            time.sleep(POLL_S)  # two signals are two, not one
+            until = time.monotonic() + (self._stop_s if in_order else 0.0)
+            while supervisor.running() and interrupts.count < 2 and (now := time.monotonic()) < until:
+                if now >= next_look:
+                    next_look = now + self._every_s
+                    if look() != started:
+                        break  # no trainer dismisses them any more
+                supervisor.poll()
+                time.sleep(POLL_S)
+            supervisor.stop(0.0 if interrupts.count > 1 else END_S, interrupted=interrupts)
             for spec in self._specs:
                 forget_endpoint(self._run, SERVER, spec.index)  # of one that was killed
         return code if not self._left else ExitCode.DONE

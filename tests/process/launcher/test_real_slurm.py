@@ -140,6 +140,30 @@ def out_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return submitted(slurm, tmp_path_factory.mktemp("time"), SLEEP_IN_FIRST_LIFE, "cluster.slurm.time_limit=00:01:00")
 
 
+def case_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
+    """Both commands as a user types them."""
+
+    def areal_lora(*words: str) -> str:
+        return slurm.run(forked_python(), "-m", "areal_lora", *words)
+
+    wait = 'while [ ! -e "$R/go" ]; do sleep 0.1; done'
+    job = running(slurm, submitted(slurm, tmp_path / "two jobs", wait))
+    [number] = re.findall(r"submitted Slurm job (\d+): 1 servers", areal_lora("add-servers", str(job.folder)))
+    slurm.until("the added server", lambda: "up on" in job.log("server-2"))
+    assert slurm.state(number) == "RUNNING"
+    areal_lora("remove-servers", str(job.folder))
+    ended = slurm.until_over(number)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"servers-{number}")
+    assert "stopped in order" in job.log("server-2")
+    [number] = re.findall(r"submitted Slurm job (\d+): 1 servers", areal_lora("add-servers", str(job.folder)))
+    slurm.until("the next one", lambda: "up on" in job.log("server-3"))
+    (job.folder / "go").touch()
+    assert slurm.until_over(job.id)["JobState"] == "COMPLETED"
+    ended = slurm.until_over(number)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"servers-{number}")
+    assert "stopped in order" in job.log("server-3")
+
+
 def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"'
     for name in ("controller-0", "server-0", "server-1"):
@@ -399,30 +423,6 @@ def case_a_heterogeneous_job_is_requeued_as_a_whole(slurm: Slurm, tmp_path: Path
     assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
 
 
-def case_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm: Slurm, tmp_path: Path) -> None:
-    """Both commands as a user types them."""
-
-    def areal_lora(*words: str) -> str:
-        return slurm.run(forked_python(), "-m", "areal_lora", *words)
-
-    wait = 'while [ ! -e "$R/go" ]; do sleep 0.1; done'
-    job = running(slurm, submitted(slurm, tmp_path / "two jobs", wait))
-    [number] = re.findall(r"submitted Slurm job (\d+): 1 servers", areal_lora("add-servers", str(job.folder)))
-    slurm.until("the added server", lambda: "up on" in job.log("server-2"))
-    assert slurm.state(number) == "RUNNING"
-    areal_lora("remove-servers", str(job.folder))
-    ended = slurm.until_over(number)
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"servers-{number}")
-    assert "stopped in order" in job.log("server-2")
-    [number] = re.findall(r"submitted Slurm job (\d+): 1 servers", areal_lora("add-servers", str(job.folder)))
-    slurm.until("the next one", lambda: "up on" in job.log("server-3"))
-    (job.folder / "go").touch()
-    assert slurm.until_over(job.id)["JobState"] == "COMPLETED"
-    ended = slurm.until_over(number)
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"servers-{number}")
-    assert "stopped in order" in job.log("server-3")
-
-
 CASES = {name: found for name, found in globals().items() if name.startswith("case_")}
 
 
@@ -430,7 +430,7 @@ CASES = {name: found for name, found in globals().items() if name.startswith("ca
 def outcomes(
     slurm: Slurm, out_of_time: Job, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[None]]]:
-    """Two cases at a time, beside the job that runs out of time: together they fit on the nodes."""
+    """Two cases at a time, beside the job that runs out of time, which fit on the nodes; the longest is the first."""
     with ThreadPoolExecutor(2) as threads:
         yield {
             name: threads.submit(alone, case, slurm, tmp_path_factory.mktemp(name[:30])) for name, case in CASES.items()

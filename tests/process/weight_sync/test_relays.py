@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -96,41 +97,56 @@ def test_a_relay_that_dies_before_the_probe_costs_its_servers_nothing(
     assert tree.end(tree.begin()).lost == {}
 
 
-@pytest.mark.parametrize(
-    ("servers", "most", "number"), [(4, 32, 1), (7, 3, 6), (7, 3, 2)], ids=["one group", "below a relay", "a relay"]
-)
-def test_a_server_that_hangs_and_answers_pings_is_excluded_alone_until_it_continues(
-    servers: int, most: int, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CASES = {"one group": (4, 32, 1), "below a relay": (7, 3, 6), "a relay": (7, 3, 2)}
+"""How many servers there are, how many of them a group takes, and the number of the one that hangs."""
+
+
+def publishes(servers: int, most: int, number: int) -> object:
+    """Of the version in which server ``number`` hangs, the next one and the one after it continues: servers, lost,
+    joined."""
     name = f"server-{number}"
-    others = [other for other in ps.names(*range(servers)) if other != name]
-    monkeypatch.setattr(WeightSyncConfig, "form_s", FORM_S)
-    monkeypatch.setattr(publisher, "RELAYED_BYTES", 256)
+    tree = ps.Tree(range(servers), most=most, timeout_s=TIMEOUT_S)
+    roster, hung = tree.leader.roster, tree.servers[name]
+    assert roster.watcher is not None
+    try:
+        tree.end(tree.begin())
+        assert (len(tree.groups()) > 1) == (servers > most)
+        hung.ask("hang")
+        reports = [tree.end(tree.begin())]
+        wait_until(lambda: roster.wants(tree.endpoints[name]), what="the end of its back-off")
+        roster.watcher.look()
+        reports.append(tree.end(tree.begin()))
+        told = list(tree.told)
+        hung.ask("continue")
+        wait_until(roster.available, what="its return")
+        reports.append(tree.end(tree.begin()))
+        return [([s.name for s in r.servers], list(r.lost), r.joined) for r in reports], reports[1].attempts, told
+    except PublishError as error:
+        return error
+    finally:
+        hung.ask("continue")
+        tree.close()
 
-    def publishes() -> object:
-        """Of the version in which it hangs, the next one and the one after it continues: servers, lost, joined."""
-        tree = ps.Tree(range(servers), most=most, timeout_s=TIMEOUT_S)
-        roster, hung = tree.leader.roster, tree.servers[name]
-        assert roster.watcher is not None
-        try:
-            tree.end(tree.begin())
-            assert (len(tree.groups()) > 1) == (servers > most)
-            hung.ask("hang")
-            reports = [tree.end(tree.begin())]
-            wait_until(lambda: roster.wants(tree.endpoints[name]), what="the end of its back-off")
-            roster.watcher.look()
-            reports.append(tree.end(tree.begin()))
-            told = list(tree.told)
-            hung.ask("continue")
-            wait_until(roster.available, what="its return")
-            reports.append(tree.end(tree.begin()))
-            return [([s.name for s in r.servers], list(r.lost), r.joined) for r in reports], reports[1].attempts, told
-        except PublishError as error:
-            return error
-        finally:
-            hung.ask("continue")
-            tree.close()
 
+@pytest.fixture(scope="module")
+def hangs() -> Iterator[dict[str, Future[object]]]:
+    """All cases at once: they wait for the same deadlines."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(CASES)) as threads:
+        patch.setattr(WeightSyncConfig, "form_s", FORM_S)
+        patch.setattr(publisher, "RELAYED_BYTES", 256)
+        yield {case: threads.submit(excluded, *numbers) for case, numbers in CASES.items()}
+
+
+def excluded(servers: int, most: int, number: int) -> object:
+    name = f"server-{number}"
     everyone = ps.names(*range(servers))
+    others = [other for other in everyone if other != name]
     expected = [(others, [name], []), (others, [], []), (everyone, [], [name])], 1, []
-    seen(publishes, lambda found: found == expected, tries=3)
+    return seen(lambda: publishes(servers, most, number), lambda found: found == expected, tries=3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_server_that_hangs_and_answers_pings_is_excluded_alone_until_it_continues(
+    hangs: dict[str, Future[object]], case: str
+) -> None:
+    hangs[case].result()

@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
@@ -24,6 +23,24 @@ from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.obs.console import run_console
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
+
+LATER = "LATER"
+"""The variable with ``SECONDS:STEP:PATH`` of `Ahead`."""
+
+
+class Ahead:
+    """The launcher's clock: once ``path`` exists, each of its pauses counts ``step_s`` more, in all ``whole_s``."""
+
+    def __init__(self, path: Path, whole_s: float, step_s: float) -> None:
+        self._path, self._whole_s, self._step_s, self._ahead_s = path, whole_s, step_s, 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._ahead_s < self._whole_s and self._path.exists():
+            self._ahead_s += self._step_s
 
 
 def main() -> int:
@@ -48,9 +65,9 @@ def main() -> int:
     run.STOP_GRACE_S, restarts.BACK_OFF_S = float(sys.argv[2]), 0.1
     restarts.HEALTHY_S = float(os.environ.get("HEALTHY_S", restarts.HEALTHY_S))
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
-    if later := os.environ.get("AN_HOUR_LATER"):
-        ahead = lambda: time.monotonic() + 3600.0 * Path(later).exists()  # noqa: E731
-        watch.time = SimpleNamespace(monotonic=ahead, sleep=time.sleep)  # type: ignore[assignment]
+    if LATER in os.environ:
+        whole_s, step_s, path = os.environ[LATER].split(":", 2)
+        watch.time = Ahead(Path(path), float(whole_s), float(step_s))  # type: ignore[assignment]
     return run.run_local(config, dummy, run_console()).code
 
 

@@ -91,6 +91,7 @@ class WandbOnline:
 
     def __post_init__(self) -> None:
         env = environment(installed(*WANDB), self.home, WANDB_BASE_URL=self.url, WANDB_API_KEY="0123456789" * 4)
+        env["WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"] = "1"  # the SDK sends what is new every 15 s
         object.__setattr__(self, "env", env)
 
     @property

@@ -20,6 +20,7 @@ from areal_lora.launcher.supervise import Supervisor
 from areal_lora.run_folder.events import count_restarts, last_end
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.kills import runs
+from tests.support.launcher.drive import LATER
 from tests.support.launcher.driven import Run
 
 FOREVER = "import time; time.sleep(600)"
@@ -362,7 +363,7 @@ def test_a_rank_that_ended_well_beside_one_that_failed_is_not_missed_later(
     An hour passes for the launcher when both are there again.
     """
     later = tmp_path / "later"
-    monkeypatch.setenv("AN_HOUR_LATER", str(later))
+    monkeypatch.setenv(LATER, f"3600:3600:{later}")
     set_fault(monkeypatch, tmp_path, "trainer-0.step:8:kill")
     stays = 'if (folder.logs / "trainer-1.log").read_text().count("started") == 2: time.sleep(600)'
     last = f"{STARTED_AGAIN.format('trainer-1')}\npathlib.Path({str(later)!r}).touch()\ntime.sleep(0.5)"

@@ -149,6 +149,23 @@ def test_servers_that_left_by_themselves_are_not_restarted(config: Config, tmp_p
     assert seen(folder)[-1] == "2 left", "in order: one TERM and a grace"
 
 
+def test_servers_that_leave_do_not_wait_for_a_run_that_is_over(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    work = Spares(config, folder, 1)
+    work.start()
+    wait_until(lambda: seen(folder) == ["2 start"])
+    monkeypatch.setattr(Quiet, "count", 1)
+    wait_until(lambda: seen(folder) == ["2 start", "2 TERM"])
+    time.sleep(0.5)
+    assert seen(folder).count("2 TERM") == 1, "the run may still dismiss it"
+    work.state = OVER
+    work.join(50)
+    assert work.code == ExitCode.DONE, "before its grace of 60 s"
+    assert seen(folder) == ["2 start", "2 TERM", "2 TERM"]
+
+
 def test_on_a_mount_that_caches_attributes_for_long_only_a_stuck_server_is_ended(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

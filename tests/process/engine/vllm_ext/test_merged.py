@@ -37,7 +37,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in ("qwen3_moe", "mixtral", "llama", "qwen3", "qwen2")},
 }
 SERVERS = dict(sample(EVERY.items(), 0, lambda named: [named[1][1].get("tp", 1)]))
-WEIGHTS = {"qwen3_moe": 12}  # fused weights that one version of the family's model writes
+WEIGHTS = {"qwen3_moe": 6}  # fused weights that one version of the family's model writes
 
 
 def running(model: Path, rollout: dict[str, Any], tmp: Path, **env: str) -> Iterator[RunningServer]:

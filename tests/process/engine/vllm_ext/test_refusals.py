@@ -19,7 +19,7 @@ from tests.support.weight_sync.adapters import pack_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NAME = "model.layers.2.mlp.experts.5.gate_proj.lora_A.weight"
+NAME = "model.layers.1.mlp.experts.5.gate_proj.lora_A.weight"
 TWIN = NAME.replace("experts.5", "experts.6")
 
 
@@ -67,7 +67,7 @@ CORRUPTIONS = {
     "flipped bit": Corruption(reason="hash", how=lambda _: {"damage": flip}),
     "NaN": Corruption(reason="non_finite", tensors=poisoned),
     "missing layer": Corruption(
-        reason="missing_tensor", tensors=lambda ts: {n: t for n, t in ts.items() if ".layers.2." not in n}
+        reason="missing_tensor", tensors=lambda ts: {n: t for n, t in ts.items() if ".layers.1." not in n}
     ),
     "two tensors swapped": Corruption(reason="hash", how=lambda _: {"damage": swap}),
     "wrong alpha": Corruption(
@@ -156,7 +156,7 @@ def test_what_is_no_announcement_is_malformed(server: RunningServer, good: Adapt
 
 
 def test_a_layout_never_sent_is_asked_for(server: RunningServer, good: AdapterRef) -> None:
-    fewer = {n: t for n, t in server.adapter(1).items() if ".layers.3." not in n}
+    fewer = {n: t for n, t in server.adapter(1).items() if ".layers.1." not in n}
     with pytest.raises(ManifestError) as e:
         server.admin.publish(announcement(server, replace(good, version=good.version + 1), fewer, known=True), 120.0)
     assert e.value.reason == "unknown_layout"

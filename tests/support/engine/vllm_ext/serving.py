@@ -57,13 +57,7 @@ CHAT_TEMPLATE = """\
 {% for m in messages %}{{ m['role'] }}:{{ m['content'] }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "num_hidden_layers": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 6,
