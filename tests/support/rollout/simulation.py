@@ -253,6 +253,8 @@ class Simulation:
         kind = self.rng.choice(["server", "controller", "controller", "trainer", "trainer", "both"])
         if self.overdue("ledger of earlier steps"):
             kind = "controller"
+        if self.overdue("fallback"):
+            kind = "trainer"  # alone: a ledger lost beside it would be rebuilt
         for missing in ("server", "controller", "trainer", "both"):
             if self.overdue(missing):
                 kind = missing
