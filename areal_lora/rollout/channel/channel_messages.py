@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.network.rpc import Listener, Wire
+from areal_lora.network.rpc import PART_BYTES, Listener, Wire
 from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
@@ -22,7 +22,7 @@ WIRE = Wire(
     server="controller",
     client="trainer",
     max_request_bytes=64 << 20,  # the longest is a greeting with the ledger's snapshots
-    max_reply_bytes=8 << 30,  # a batch: 8,192 sequences of 32,768 tokens take 2 GiB, their texts 1 GiB
+    max_reply_bytes=2 * PART_BYTES,  # of a part: a batch, with routes 392 bytes a token, is as long as its step
 )
 
 log = get_logger(__name__)

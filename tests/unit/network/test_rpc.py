@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import zmq
 import zmq.asyncio
 
 from areal_lora.errors import EnvironmentError_
+from areal_lora.network import rpc
 from areal_lora.network.rpc import Connection, ConnectionLost, Listener, RpcServer, Subscription, Wire
+from areal_lora.rollout.channel import channel_messages
 
 SECRET = "5e" * 32
 WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
+IN_PARTS = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=2 * rpc.PART_BYTES)
 
 
 class Echo:
@@ -96,9 +100,9 @@ def test_a_reply_that_arrives_with_the_end_of_the_connection_is_taken(context) -
     connection.close()
 
 
-def test_a_long_reply_arrives_whole_and_parts_of_an_abandoned_one_do_not_get_into_the_next(context) -> None:
-    long = bytes(range(256)) * 4096  # 1 MiB
-    wire = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=len(long))
+@pytest.mark.parametrize("wire", [IN_PARTS, channel_messages.WIRE], ids=["any", "channel"])
+def test_a_long_reply_arrives_whole_and_parts_of_an_abandoned_one_do_not_get_into_the_next(context, wire: Wire) -> None:
+    long = bytes(range(256)) * 4096  # four parts
     asked, ports = threading.Event(), list[int]()
 
     async def serve() -> None:
@@ -109,7 +113,7 @@ def test_a_long_reply_arrives_whole_and_parts_of_an_abandoned_one_do_not_get_int
         _, number, _ = await listener.socket.recv_multipart()
         await listener.reply(client, late, b"?" * len(long))
         await listener.reply(client, number, long)
-        for payload in (b"", long + b"!"):
+        for payload in (b"", long[1:]):
             _, number, _ = await listener.socket.recv_multipart()
             await listener.reply(client, number, payload)
         listener.close(linger_s=120.0)
@@ -122,8 +126,37 @@ def test_a_long_reply_arrives_whole_and_parts_of_an_abandoned_one_do_not_get_int
         connection.exchange(b"one", 0.1)
     assert connection.exchange(b"two", 120.0) == long
     assert connection.exchange(b"three", 120.0) == b""
-    with pytest.raises(ConnectionLost, match=f"more than {len(long)} bytes"):
-        connection.exchange(b"four", 120.0)
+    assert connection.exchange(b"four", 120.0) == long[1:]
+    connection.close()
+    thread.join(120)
+
+
+def test_each_part_of_a_reply_has_the_whole_time_limit(context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a part takes two thirds of it."""
+    long, ports, bound, now = bytes(4 * rpc.PART_BYTES), list[int](), threading.Event(), [0.0]
+
+    async def serve() -> None:
+        listener = Listener("127.0.0.1", SECRET, IN_PARTS)
+        ports.append(listener.port)
+        bound.set()
+        client, number, _ = await listener.socket.recv_multipart()
+        await listener.reply(client, number, long)
+        listener.close(linger_s=120.0)
+
+    class Slow:
+        def poll(self, timeout_ms: int) -> list[tuple[Any, int]]:
+            if connection._socket.poll(120_000):
+                now[0] += 80.0
+            return [(connection._socket, zmq.POLLIN)]
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert bound.wait(120)
+    connection = Connection(context, "127.0.0.1", ports[0], SECRET, IN_PARTS)
+    connection._poller = Slow()  # type: ignore[assignment]
+    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert connection.exchange(b"one", 120.0) == long
+    assert now == [320.0]
     connection.close()
     thread.join(120)
 

@@ -89,13 +89,13 @@ def extend_engine_core() -> None:
 def append_kept(
     self: FlatLogprobs, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any
 ) -> None:
-    """As a method of vLLM's flat log-probabilities: 8 bytes of each id that is kept (`first_runner.KEPT`).
+    """As a method of vLLM's flat log-probabilities: 8 bytes of each token and of each id that it has or keeps.
 
     The sampled token comes first, then all from the likeliest on.
     """
     if not self.start_indices:
-        self.token_ids, self.logprobs = array("i"), array("f")
-    n = logprobs.index(-torch.inf) if -torch.inf in logprobs else len(logprobs)
+        _as_arrays(self)
+    n = logprobs.index(-torch.inf, 1) if -torch.inf in logprobs[1:] else len(logprobs)
     self.start_indices.append(len(self.logprobs))
     self.token_ids.extend(token_ids[:n])
     self.logprobs.extend(logprobs[:n])
@@ -104,11 +104,18 @@ def append_kept(
 
 def extend_kept(self: FlatLogprobs, following: FlatLogprobs) -> None:
     """As a method of vLLM's flat log-probabilities, for parts of a stream that it joins."""
+    if not self.start_indices:
+        _as_arrays(self)
     first = len(self.logprobs)
     self.start_indices.extend(first + at for at in following.start_indices)
     self.end_indices.extend(first + at for at in following.end_indices)
     self.token_ids.extend(following.token_ids)
     self.logprobs.extend(following.logprobs)
+
+
+def _as_arrays(empty: FlatLogprobs) -> None:
+    empty.start_indices, empty.end_indices = array("i"), array("i")
+    empty.token_ids, empty.logprobs = array("i"), array("f")
 
 
 def fork_engines() -> None:

@@ -108,7 +108,7 @@ class DataPlane:
         params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if keeps:
             params.logprobs = max(params.logprobs or 0, min(body.top_k, self._generator.vocab_size))
-            params.flat_logprobs, params.extra_args = True, {KEPT: True}
+            params.extra_args = {KEPT: True}
         if not prompts:
             raise BadRequest("the prompt is empty")
         for ids in prompts:
@@ -186,9 +186,8 @@ class DataPlane:
             else:
                 choice.message = {"role": "assistant", "content": text}
             return choice
-        rows, values = part.logprobs, list[float]()
-        if body.logprobs is not None:
-            values = [row[token] for token, row in zip(part.token_ids, rows, strict=True)]
+        rows = part.rows() if body.logprobs or body.echo or body.return_kept else []
+        values = part.values() if body.logprobs is not None else []
         if body.echo:
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
             if body.logprobs is not None:
@@ -297,6 +296,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         max_tokens=max_tokens,
         **{name: getattr(body, name) for name in _SAMPLING},
         logprobs=body.wants_logprobs,
+        flat_logprobs=plain is not None and plain.return_columns,
         prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         structured_outputs=None if structured is None else StructuredOutputsParams(json=structured.json),

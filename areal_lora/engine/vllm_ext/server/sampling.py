@@ -84,8 +84,9 @@ T = TypeVar("T")
 class SampledPart:
     """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
 
-    ``logprobs[t]`` maps token ids to log-probabilities, first the sampled token's, then from the likeliest on; empty
-    unless requested. So does ``prompt_rows[t]`` for token t of the prompt.
+    ``logprobs`` are those of the sampled token, then from the likeliest on; empty unless requested. `FlatLogprobs` of
+    answers as columns: objects would take 450 bytes a token, and the collector's time. Others are rows as in ``rows``.
+    ``prompt_rows[t]`` maps ids to log-probabilities for token t of the prompt.
     ``routes`` [P + tokens - 1 or more, all layers, K] are the experts of prompt and answer, of the engine's request.
     ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
     """
@@ -93,7 +94,7 @@ class SampledPart:
     index: int
     ref: AdapterRef | None
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | FlatLogprobs = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_rows: list[dict[int, float]] = field(default_factory=list)
@@ -103,8 +104,25 @@ class SampledPart:
 
     def keep(self, n: int) -> None:
         """Drop all but the first ``n`` tokens."""
-        for values in (self.token_ids, self.versions, self.logprobs):
+        for values in (self.token_ids, self.versions):
             del values[n:]
+        self.logprobs = self.logprobs[:n]
+
+    def values(self) -> list[float]:
+        """[T]: the log-probability of each token."""
+        if isinstance(self.logprobs, FlatLogprobs):
+            return [self.logprobs.logprobs[at] for at in self.logprobs.start_indices]
+        return [row[token] for token, row in zip(self.token_ids, self.logprobs, strict=True)]
+
+    def rows(self) -> list[dict[int, float]]:
+        """[T]: log-probabilities by token id, first the sampled token's."""
+        if not isinstance(found := self.logprobs, FlatLogprobs):
+            return found
+        ids, values = found.token_ids, found.logprobs
+        return [
+            dict(zip(ids[a:b], values[a:b], strict=True))
+            for a, b in zip(found.start_indices, found.end_indices, strict=True)
+        ]
 
 
 class Sampler:
@@ -231,13 +249,13 @@ class Sampler:
         self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
     ) -> SampledPart:
         """Return one answer. Without stop strings the engine reports only the end of each part."""
-        whole = SampledPart(index=index, ref=None)
+        whole = SampledPart(index=index, ref=None, logprobs=FlatLogprobs() if params.flat_logprobs else [])
         async with aclosing(self._sequence(ids, params, index, model, arrived_s)) as parts:
             async for part in parts:
                 whole.ref, whole.finish_reason = part.ref, part.finish_reason
                 whole.token_ids += part.token_ids
                 whole.versions += part.versions
-                whole.logprobs += part.logprobs
+                whole.logprobs.extend(part.logprobs)
                 whole.text += part.text
                 if part.routes is not None:  # a token has those of the first version that read it
                     known = part.routes[:0] if whole.routes is None else whole.routes
@@ -345,7 +363,7 @@ def _part(
         index=sample.index if request is None else index,
         ref=refs[-1] if refs else lease.ref,
         token_ids=list(sample.token_ids),
-        logprobs=_rows(sample.logprobs),
+        logprobs=found if isinstance(found := sample.logprobs, FlatLogprobs) else _rows(found),
         versions=[-1 if ref is None else ref.version for ref in refs],
         text=sample.text,
         finish_reason=sample.finish_reason,
@@ -356,13 +374,7 @@ def _part(
 
 
 def _rows(found: SampleLogprobs | None) -> list[dict[int, float]]:
-    if not isinstance(found, FlatLogprobs):  # of a `KEPT` request
-        return [{token: p.logprob for token, p in row.items()} for row in found or ()]
-    ids, values = found.token_ids, found.logprobs
-    return [
-        dict(zip(ids[a:b], values[a:b], strict=True))
-        for a, b in zip(found.start_indices, found.end_indices, strict=True)
-    ]
+    return [{token: p.logprob for token, p in row.items()} for row in found or ()]
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

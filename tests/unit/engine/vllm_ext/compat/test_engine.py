@@ -14,7 +14,8 @@ def test_what_truncation_removes_takes_no_space() -> None:
     made = logprobs.FlatLogprobs()
     engine.append_kept(made, [7, 9, 7, 3], [-1.0, -0.5, -1.0, -math.inf], (), ())
     engine.append_kept(made, [5, 5], [0.0, 0.0], (), ())
-    assert (list(made.token_ids), made.start_indices, made.end_indices) == ([7, 9, 7, 5, 5], [0, 3], [3, 5])
+    found = made.token_ids, made.start_indices, made.end_indices
+    assert [each.tolist() for each in found] == [[7, 9, 7, 5, 5], [0, 3], [3, 5]]
     assert list(made[-1:].logprobs) == [0.0, 0.0]
 
 
@@ -28,5 +29,5 @@ def test_parts_of_a_stream_are_joined() -> None:
     for part in (first[:0], first, second[-2:]):
         engine.extend_kept(joined, part)
     assert (list(joined.token_ids), list(joined.logprobs)) == ([7, 9, 5, 4, 6], [-1.0, -0.5, 0.0, -2.0, -0.25])
-    assert (joined.start_indices, joined.end_indices) == ([0, 2, 3], [2, 3, 5])
+    assert (joined.start_indices.tolist(), joined.end_indices.tolist()) == ([0, 2, 3], [2, 3, 5])
     assert list(joined[1:].token_ids) == [5, 4, 6]
