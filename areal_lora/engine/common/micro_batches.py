@@ -38,7 +38,8 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
 
     Pipeline stages wait as long as (pp - 1) / c micro-batches take, with c virtual ones a rank (Narayanan et al.,
     arXiv 2104.04473, section 2.2). So with pp the budget falls by fifths while they wait for more than an eighth of
-    their micro-batches and these get smaller; the plan is that of the least time.
+    their micro-batches and these get smaller; the plan is that of the least time. ``batch.only`` does not change where
+    sequences are computed: ranks have the tokens of their `parts_of` alone.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
@@ -46,7 +47,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     trees = find_trees(lengths, shared.tolist(), groups_of_starts(shared).tolist())
     waits, row_ranks = (layout.pp - 1) * layout.pp / len(layout.stage_layers), layout.tp * layout.cp
 
-    def plan(token_budget: int) -> list[MicroPlan]:
+    def plan(token_budget: int, only: Tensor | None = None) -> list[MicroPlan]:
         return plan_microbatches(
             trees,
             lengths,
@@ -55,20 +56,23 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
             multiple=int(np.lcm(layout.chunk * layout.tp, 1 if layout.cp == 1 else 2 * ZIGZAGS)) * layout.cp,
             uniform=layout.pp > 1,
             rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
-            only=None if batch.only is None else batch.only.tolist(),
+            only=None if only is None else only.tolist(),
         )
 
     def time(plans: list[MicroPlan]) -> float:
         return (len(plans) + waits) * (plans[0].n_tokens + LAUNCHES * row_ranks)
 
-    best = last = plan(token_budget * layout.cp)
+    chosen = budget = token_budget * layout.cp
+    best = last = plan(budget)
     while last and waits > len(last) / 8:
         frame = last[0].n_tokens
-        last = plan(frame - frame // 5)
-        best = min(best, last, key=time)
+        budget = frame - frame // 5
+        last = plan(budget)
+        if time(last) < time(best):
+            best, chosen = last, budget
         if last[0].n_tokens >= frame:  # that of one sequence
             break
-    return best
+    return best if batch.only is None else plan(chosen, batch.only)
 
 
 def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:

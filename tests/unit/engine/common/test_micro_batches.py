@@ -13,7 +13,7 @@ import torch
 from areal_lora.config.models import TrainerConfig
 from areal_lora.data.collate import MicroPlan, Tree, plan_microbatches, scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.micro_batches import of_stage, plans_of
+from areal_lora.engine.common.micro_batches import computed_by, of_stage, parts_of, plans_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import TrainBatch
 from tests.support.distributed.scores_ranks import deliver
@@ -116,6 +116,24 @@ def test_a_longest_sequence_and_many_micro_batches_keep_the_budget(
     plans = plans_of(scoring_batch([[i] * n for i, n in enumerate(lengths)], "a"), layout, 32_000)
     assert {plan.n_tokens for plan in plans} == {frame}
     assert len(plans) == (count if virtual == 1 else max(4, count)), "virtual stages take four in turn"
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize(("n", "dp", "pp"), [(64, 8, 4), (256, 4, 8), (128, 2, 2)])
+def test_a_pass_over_some_sequences_computes_them_where_their_tokens_are(
+    n: int, dp: int, pp: int, virtual: int
+) -> None:
+    random = Random(n)
+    lengths = [min(4000, round(random.lognormvariate(6.8, 0.6))) for _ in range(n)]
+    trainer = TrainerConfig(world_size=dp * pp, pp=pp, pp_layers=[1] * pp * virtual)
+    layout = ParallelLayout.of(trainer, layers=pp * virtual, experts=0)
+    batch = scoring_batch([[i] * length for i, length in enumerate(lengths)], "a")
+    held = parts_of(batch, 1, layout, 32_768)
+    only = torch.tensor([random.random() < 0.1 for _ in range(n)])
+    sample = replace(batch, only=only)
+    found = computed_by(plans_of(sample, layout, 32_768), sample, layout)
+    assert not (found & ~held).any(), f"seed {n}"
+    assert (found.any(0) | ~only.numpy()).all()
 
 
 def trees_of(batch: TrainBatch) -> list[Tree]:
