@@ -40,7 +40,7 @@ _SECRET_NAME = re.compile(
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ASSIGNED = re.compile(r"""((?:--?[\w-]+ +(?!-)|[\w-]+=|\b[Bb]earer +)["']?)([^\s&;"']+)""")
 """A name and its value in an address, a command or a header."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_CREDENTIALS = re.compile(r'(?<=://)[^/@\s"]+@')  # within one text of the report's JSON
 SHORTEST = 8
 """Characters of a variable's value that is taken for a secret."""
 

@@ -102,5 +102,11 @@ def test_short_values_of_variables_are_no_secrets(monkeypatch: pytest.MonkeyPatc
     assert masked_text("rank 1") == "rank 1"
 
 
+def test_an_address_that_ends_with_its_text_masks_nothing_of_the_next_one() -> None:
+    text = '{"tokens":["http","://","me",":","pw","@","db"],"answer":"https://a","next":"b@c"}'
+    assert masked_text(text) == text
+    assert masked_text('{"a":"https://me:pw@db/x"}') == '{"a":"https://db/x"}'
+
+
 def test_flat_names() -> None:
     assert flat({"a": [{"b": 1}, 2], "c": {}, "d": {"e": None}}) == {"a.0.b": 1, "a.1": 2, "d.e": None}
