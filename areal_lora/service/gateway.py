@@ -37,6 +37,9 @@ RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 TRY_ANOTHER = (429, 503)  # statuses of a server that has not started the request
+FAILED_S = (
+    5.0  # a server that has failed comes last so long: without an engine it answers at once, and is the least busy
+)
 HOMES, START_BYTES = 1 << 16, 256
 BEHIND = 16
 """So many sequences more than the least busy server has cost less than computing the start of a prompt again."""
@@ -51,6 +54,7 @@ class Gateway:
         self._folder = run_folder
         self._busy: Counter[str] = Counter()  # sequences
         self._homes: OrderedDict[int, str] = OrderedDict()  # by `_starts`, the last used at the end
+        self._failed: dict[str, float] = {}  # when
 
     async def __aenter__(self) -> Gateway:
         secret = read_secret(self._folder)
@@ -105,7 +109,7 @@ class Gateway:
                 missing = True
             elif response.status not in TRY_ANOTHER:
                 if response.status >= 500:
-                    raise _broken()
+                    raise self._broken(url)
                 raise RequestError("body", names.reason(payload), "correct the request")
         if missing:
             reason = f"no server holds {names.outer!r}: there is no version yet, or it is no longer served"
@@ -132,7 +136,7 @@ class Gateway:
                     raise
                 if not await self._is_up(url, keyed):
                     break
-        raise _broken()
+        raise self._broken(url)
 
     async def _is_up(self, url: str, keyed: dict[str, str]) -> bool:
         try:
@@ -148,11 +152,18 @@ class Gateway:
             if (endpoint := read_endpoint(self._folder, "server", index)) is not None and "data" in endpoint.ports:
                 scheme = "https" if Plane.DATA in endpoint.tls else "http"
                 urls.append(f"{scheme}://{bracketed(endpoint.host)}:{endpoint.ports['data']}")
-        urls.sort(key=lambda url: self._busy[url])
+        since = time.monotonic() - FAILED_S
+        failed = {url for url in urls if self._failed.get(url, since) > since}
+        urls.sort(key=lambda url: (url in failed, self._busy[url]))
         home = next((self._homes[start] for start in starts if start in self._homes), None)
-        if home in urls and self._busy[home] - self._busy[urls[0]] <= BEHIND:
+        if home in urls and home not in failed and self._busy[home] - self._busy[urls[0]] <= BEHIND:
             urls.sort(key=lambda url: url != home)
         return urls
+
+    def _broken(self, url: str) -> RequestError:
+        self._failed[url] = time.monotonic()
+        reason = "the server failed during this request"
+        return RequestError("model", reason, "try again", status=502)
 
     def _settle(self, starts: list[int], url: str) -> None:
         for start in starts:
@@ -187,11 +198,6 @@ async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterat
         for line in lines:
             before, _, rest = line.partition(b"data: ")
             yield (line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest)) + b"\n"
-
-
-def _broken() -> RequestError:
-    reason = "the server failed during this request"
-    return RequestError("model", reason, "try again", status=502)
 
 
 class Names:

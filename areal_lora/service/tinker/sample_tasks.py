@@ -121,12 +121,14 @@ class _Sample:
     """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not started.
 
     ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``tokens`` are in progress.
+    ``requests`` wait until the file has it.
     """
 
     tenant: str
     mark: str
     tokens: int
     n_bytes: int = 0
+    requests: int = 0
     task: asyncio.Task[None] | None = None
     found: bytes | OperationFailure | None = None
     waits: Pending | None = None
@@ -218,12 +220,14 @@ class Sampling:
         if sample.mark != mark:
             raise RequestError("seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
+            sample.requests += 1
             try:
                 await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
                 if sample.task is None:  # the same request may have come twice meanwhile
                     sample.task = asyncio.create_task(self._answer(sample, name, parsed))
             finally:
-                if sample.task is None:
+                sample.requests -= 1
+                if sample.task is None and not sample.requests:
                     self._samples[caller.tenant].remove(name)
                     self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(parsed.num_samples)]

@@ -153,3 +153,25 @@ def test_a_conversation_whose_server_has_ended_stays_on_another(tmp_path: Path) 
             assert (len(first), len(second)) == (2, 3)
 
     asyncio.run(run())
+
+
+def test_a_server_that_fails_is_not_requested_again_at_once(tmp_path: Path) -> None:
+    """Without an engine it answers at once: it would be the least busy one, and the home of what it failed."""
+
+    async def run() -> None:
+        async def broken(body: dict[str, Any]) -> web.StreamResponse:
+            return web.Response(status=500)
+
+        async def reply(body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({})
+
+        async with running(service_config(tmp_path)) as it:
+            names = Names("it", "it", "math@v1")
+            async with data_plane(it, 0, broken) as first, data_plane(it, 1, reply) as second:
+                with pytest.raises(RequestError):
+                    await it.api.gateway.answer("/v1/completions", {"prompt": start(0)}, names)
+                for _ in range(3):
+                    await it.api.gateway.answer("/v1/completions", {"prompt": start(0)}, names)
+                assert [len(first), len(second)] == [1, 3]
+
+    asyncio.run(run())

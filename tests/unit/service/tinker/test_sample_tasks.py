@@ -275,13 +275,14 @@ def test_a_sample_waits_for_a_place_not_for_ever(
     play(tmp_path, scene)
 
 
+@pytest.mark.parametrize("failures", [1, 2])
 def test_tokens_count_until_their_end_once(
-    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """The same request comes twice while the file of the service is full."""
 
     async def scene(it: Scene) -> None:
-        keep_sample, full = it.it.queue.keep_sample, [Unavailable(507, "the disk is full")]
+        keep_sample, full = it.it.queue.keep_sample, [Unavailable(507, "the disk is full")] * failures
 
         async def keep(*parts: Any) -> None:
             await asyncio.sleep(0.05)
@@ -294,9 +295,13 @@ def test_tokens_count_until_their_end_once(
         await asyncio.sleep(0)
         it.n -= 1
         second = await it.sample()
-        assert sorted([(await first).status_code, second.status_code]) == [200, 507]
+        assert sorted([(await first).status_code, second.status_code]) == [[200, 507], [507, 507]][failures - 1]
         await asyncio.gather(*(sample.task for sample in kept.values()))
         assert it.it.api.meter._tokens == {}
+        mine = it.it.api.sdk._sampling._samples["acme"]
+        assert (len(mine), mine.in_progress, mine.n_bytes > 0) == (2 - failures, 0, failures == 1)
+        if mine:
+            assert (await it.fetch(next(iter(mine)))).status_code == 200
 
     play(tmp_path, scene)
 
