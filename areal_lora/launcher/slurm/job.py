@@ -123,6 +123,7 @@ class SlurmJob:
         if why := too_many(lifetime.without, self._config.run.max_restarts):
             self._say(f"The job ends as failed: {why}")
             return ExitCode.COMPONENT_FAILED
+        result: JobOutcome | None = None
         try:
             with SlurmSteps(self._config, self._plan, self._job) as steps:
                 result = self._watch(steps, words)
@@ -132,7 +133,7 @@ class SlurmJob:
         except OSError as error:  # most failures of a file system pass
             if error.errno in DISK_ERRORS:
                 raise
-            result = JobOutcome(code=ExitCode.TEMPORARY, requeue=f"the supervisor failed: {error}")
+            result = result or JobOutcome(code=ExitCode.TEMPORARY, requeue=f"the supervisor failed: {error}")
         if result.requeue:
             result = self._requeue(lifetime, result)
         elif result.failure is not None:

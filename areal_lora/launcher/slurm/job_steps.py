@@ -236,10 +236,10 @@ class SpareJob:
 def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     """The script, for a node like those of the run's servers. Raises ConfigError where their container is missing."""
     cluster, rollout, slurm = config.cluster, config.rollout, config.cluster.slurm
-    if "rollout" in slurm.srun_extra and "rollout" not in slurm.wrapper:
+    if any("container" in option for option in slurm.srun_extra.get("rollout", ())) and "rollout" not in slurm.wrapper:
         here = f"areal-lora add-servers {shlex.quote(str(run_folder))} --here"
         fix = f"set cluster.slurm.wrapper.rollout, or submit `srun OPTIONS {here}` yourself"
-        reason = "the job of added servers has no srun: they would start without these options"
+        reason = "the job of added servers has no srun: they would start without this container"
         raise ConfigError("cluster.slurm.srun_extra.rollout", reason, fix)
     devices = job.servers * rollout.tp
     nodes = next((component for component in slurm.components if "rollout" in component.roles), None)

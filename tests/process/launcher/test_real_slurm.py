@@ -147,7 +147,7 @@ def case_servers_of_a_second_job_join_leave_in_order_and_end_with_the_run(slurm:
         return slurm.run(forked_python(), "-m", "areal_lora", *words)
 
     wait = 'while [ ! -e "$R/go" ]; do sleep 0.1; done'
-    job = running(slurm, submitted(slurm, tmp_path / "two jobs", wait))
+    job = running(slurm, submitted(slurm, tmp_path / "two jobs", wait, "cluster.bind=0.0.0.0"))
     [number] = re.findall(r"submitted Slurm job (\d+): 1 servers", areal_lora("add-servers", str(job.folder)))
     slurm.until("the added server", lambda: "up on" in job.log("server-2"))
     assert slurm.state(number) == "RUNNING"

@@ -20,6 +20,7 @@ from areal_lora.launcher.plan import make_plan
 from areal_lora.launcher.slurm import job
 from areal_lora.launcher.slurm.job import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
 from areal_lora.launcher.slurm.job_query import Allocation
+from areal_lora.launcher.slurm.states import JobOutcome
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
@@ -61,19 +62,29 @@ def test_the_record_survives_and_a_broken_one_counts_from_the_start(tmp_path: Pa
     assert read_lifetime(folder) is None
 
 
-def lifetime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, code: int, state: str) -> tuple[int, str]:
-    """A lifetime of job 17 in which the file system fails: the code, and what was printed or run."""
+def lifetime(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: int,
+    code: int,
+    state: str,
+    result: JobOutcome | None = None,
+) -> tuple[int, str]:
+    """A lifetime of job 17 in which the file system fails: the code, and what was printed or run.
+
+    With a ``result`` it fails when the steps are stopped.
+    """
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], [f"run.root={tmp_path}", "run.max_restarts=2"]
     )
     plan, out = make_plan(config, Facts(hf_config=known_config(config.model.path))), io.StringIO()
     plan.run_folder.path.mkdir(exist_ok=True)
 
-    def watch(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code), "/shared/runs/x/events.jsonl")
 
-    monkeypatch.setattr(job, "SlurmSteps", lambda *_: nullcontext())
-    monkeypatch.setattr(job.SlurmJob, "_watch", watch)
+    monkeypatch.setattr(job, "SlurmSteps", lambda *_: nullcontext(SimpleNamespace(stop=fail)))
+    monkeypatch.setattr(job.SlurmJob, "_watch", fail if result is None else lambda *_: result)
     monkeypatch.setattr(job, "look", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(job, "run", lambda *words: out.write(f"{' '.join(words)}\n"))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(fileno=lambda: 0))
@@ -102,3 +113,11 @@ def test_a_cancelled_job_and_one_with_a_full_disk_are_not_requeued(
     assert "scontrol requeue" not in printed
     with pytest.raises(OSError, match="No space left"):
         lifetime(tmp_path, monkeypatch, 0, errno.ENOSPC, "RUNNING")
+
+
+def test_an_error_while_steps_are_stopped_does_not_change_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, printed = lifetime(tmp_path, monkeypatch, 0, errno.ESTALE, "RUNNING", JobOutcome(code=0))
+    assert code == 0
+    assert "scontrol requeue" not in printed

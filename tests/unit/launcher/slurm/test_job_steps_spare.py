@@ -73,3 +73,4 @@ def test_a_container_that_srun_would_start_is_refused_and_one_of_a_wrapper_is_no
         script(image)
     assert script(image, "cluster.slurm.wrapper.rollout=[apptainer, exec, x]")
     assert script("cluster.slurm.srun_extra.trainer=[--container-image=x]")
+    assert script("cluster.slurm.srun_extra.rollout=[--cpu-bind=none]")
