@@ -32,9 +32,9 @@ LINES = {
     "data": 909,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 11973,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
+    "engine": 11977,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
     "families": 1527,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4906,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
+    "launcher": 4907,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
     "library": 471,  # loss, advantage
     "network": 1027,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4741,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
@@ -43,10 +43,10 @@ LINES = {
     "processes": 478,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
     "rollout": 8535,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
     "run_folder": 1127,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
-    "service": 5446,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
+    "service": 5456,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3358,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
     "trainer": 4328,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
-    "weight_sync": 5716,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
+    "weight_sync": 5717,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
