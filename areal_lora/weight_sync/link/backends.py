@@ -17,8 +17,8 @@ from areal_lora.processes.watched import watched_thread
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-# NCCL does not compare these between the members of a communicator: it hangs where they differ. COLLNET_ENABLE is left
-# out: Megatron removes it from a trainer's environment.
+# NCCL does not compare these between the members of a communicator: it hangs where they differ. COLLNET_ENABLE is none
+# of them: Megatron removes it from a trainer's environment.
 SHARED_VARIABLES = (
     *("ALGO", "BUFFSIZE", "CUMEM_ENABLE", "MAX_CTAS", "MAX_NCHANNELS", "MIN_CTAS", "MIN_NCHANNELS"),
     *("NTHREADS", "NVLS_ENABLE", "P2P_NET_DISABLE", "PROTO", "SOCKET_NTHREADS"),
