@@ -149,6 +149,50 @@ class Formatter:
         after = self.tokenizer.encode(self.after_answer([], last=False), add_special_tokens=False)
         return [*ids, *(after[:1] or [self.tokenizer.eos_token_id])]
 
+    def given(self, messages: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """Tokens of ``messages``, from the assistant's first to its last: in turn of an answer and of what follows it.
+
+        As in a rollout with these answers earlier tokens stay, also where the template would write them differently
+        by then. Raises ConfigError for messages that it refuses or does not write.
+        """
+        parts, between, answered = list[list[int]](), list[dict[str, Any]](), messages[0]
+        for message in messages:
+            if message["role"] != "assistant":
+                between.append(message)
+                continue
+            if parts:
+                after = self._after(answered, between) + self.how.prefill
+                parts.append(self.without_end(self.tokenizer.encode(after, add_special_tokens=False), parts[-1]))
+            parts.append(self.answer(self._said(message)))
+            between, answered = [], message
+        return parts
+
+    def _after(self, answer: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+        """As `after_answer`, after this answer: a template may name the call of a tool's message."""
+        given = [{"role": "user", "content": _QUESTION}, answer]
+        head, end = self.chat(given, last=False), self.after_answer([], last=False)
+        text = self.chat([*given, *messages], last=True)
+        if text.startswith(head) and head.endswith(end):
+            return end + text[len(head) :]
+        return self.after_answer(messages, last=True)
+
+    def _said(self, answer: dict[str, Any]) -> str:
+        """What the model has to sample for ``answer``: its content as it is, calls and thoughts as the template writes
+        them around it."""
+        content: str = answer["content"]
+        if answer.keys() <= {"role", "content"}:
+            return content
+        question = [{"role": "user", "content": _QUESTION}]
+        head, _, end = self.chat([*question, {"role": "assistant", "content": _ANSWER}], last=False).partition(_ANSWER)
+        text = self.chat([*question, answer | {"content": content and _ANSWER}], last=False)
+        start = head if text.startswith(head) else self.chat(question, last=True)
+        thought = str(answer.get("reasoning_content", "")).strip()
+        whole = (content and _ANSWER) in text and thought in text
+        if not (whole and text.startswith(start) and text.endswith(end)):
+            reason = f"the chat template does not write all of a message with {', '.join(answer)} as an answer"
+            raise ConfigError("task.format", reason, "put what it leaves out into content, or change the template")
+        return text[len(start) : len(text) - len(end)].replace(_ANSWER, content)
+
     def after_answer(self, messages: list[dict[str, Any]], *, last: bool) -> str:
         """What the chat template writes after an answer that ``messages`` follow; raises as `chat`."""
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]

@@ -26,10 +26,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
+from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedText, StructuredOutputs, ToolCallsBody
 from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
-from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.stored_samples import given_answer
 from areal_lora.tokens import first_routes
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
 
@@ -350,31 +351,45 @@ def greedy(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenWorkflow:
-    """The data set's own answer to a prompt, once, scored by servers and reward. ``column`` holds its text.
+    """The data set's own answer to a prompt, once, scored by servers and reward; ``column``: as `given_answer`.
 
     The group has what a sampled one has, log-probabilities and versions of every trained token: only the objective of
-    its tokens differs (`algorithms.losses`).
+    its tokens differs (`algorithms.losses`). A conversation is one sequence; the reward gets its last answer.
     """
 
     context: WorkflowContext
     column: str | None
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        """Raises GenerationFault, also for an answer that does not fit into the model's length."""
-        context, text = self.context, given_answer(prompt.sample, self.column)
-        answer_ids = context.formatter.answer(text)
-        n_tokens = len(prompt.token_ids) + len(answer_ids)
+        """Raises GenerationFault, also for an answer that is too long or that the chat template refuses."""
+        context, messages = self.context, given_answer(prompt.sample, self.column)
+        try:
+            parts = context.formatter.given(messages)
+        except ConfigError as error:  # one row must not end a run
+            raise GenerationFault(FaultKind.REJECTED, f"the given answer: {error}") from None
+        given_ids = list(itertools.chain.from_iterable(parts))
+        n_tokens = len(prompt.token_ids) + len(given_ids)
         if n_tokens >= context.max_model_len:
             limit = f"rollout.max_model_len = {context.max_model_len}"
             raise GenerationFault(FaultKind.REJECTED, f"prompt and given answer have {n_tokens} tokens, {limit}")
         scored = await context.client.score(
             context.client.newest(ref),
             prompt.token_ids,
-            answer_ids,
+            given_ids,
             temperature=context.sampling.temperature,
             timeout_s=context.sampling.timeout_s,
         )
-        answer = replace(scored, text=text)
-        (score,) = await context.score([context.item(prompt.sample, answer)])
-        trajectory = replace(single_turn(prompt, 0, ref.name, answer, score), given=True)
+        columns, packed, end = scored.columns, PackedTurns(), 0
+        answer = replace(scored, text=messages[-1]["content"])
+        packed.given(prompt.token_ids)
+        for i, part in enumerate(parts):
+            at = slice(end, end := end + len(part))
+            if i % 2:
+                packed.given(part)
+            else:
+                of_part = TokenColumns.of(part, columns.scores[at], columns.each_version[at].tolist())
+                packed.sampled(answer := replace(answer, columns=of_part))
+        (score,) = await context.score([context.item(prompt.sample, answer, messages if len(messages) > 1 else ())])
+        trajectory = replace(packed.trajectory(f"{prompt.uid}:0", 0, ref.name, score), given=True)
+        text = context.tokenizer.decode(given_ids, skip_special_tokens=False) if len(parts) > 1 else answer.text
         return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=(trajectory,)), texts=(text,))

@@ -18,11 +18,11 @@ from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.sections import task as sections
 from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
-from areal_lora.tasks.datasets import given_answer, load_samples, reads_hub
+from areal_lora.tasks.datasets import load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import extract_answer
 from areal_lora.tasks.scorer import ScorerPool
-from areal_lora.tasks.stored_samples import indices_by_value
+from areal_lora.tasks.stored_samples import given_answer, indices_by_value, value_of
 from areal_lora.tasks.word_problems import Split
 from areal_lora.types import Outcome
 
@@ -57,7 +57,7 @@ def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Ite
         for key, task, splits in own + [(key, task, ("eval",)) for key, task in sets if task is not None]:
             if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
                 continue
-            problem = _problem(f"adapters.{i}", key, task, splits, adapter.reward, resumed)
+            problem = _problem(f"adapters.{i}", key, task, splits, adapter, resumed)
             if problem is None and key == "task" and (adapter.sft.steps or adapter.sampling.staged is not None):
                 try:
                     samples = load_samples(task, "train")
@@ -72,12 +72,7 @@ def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Ite
 
 
 def _problem(
-    at: str,
-    key: str,
-    task: sections.TaskConfig,
-    splits: Sequence[Split],
-    rewards: sections.RewardsConfig,
-    resumed: bool,
+    at: str, key: str, task: sections.TaskConfig, splits: Sequence[Split], adapter: AdapterConfig, resumed: bool
 ) -> ConfigError | None:
     """The first problem of one task, which is at ``key`` of the adapter at ``at``."""
     try:
@@ -85,8 +80,14 @@ def _problem(
     except ConfigError as error:
         path = error.path.replace("task.", f"{at}.{key}.", 1) if error.path.startswith("task.") else error.path
         return ConfigError(path, error.reason, error.fix)
+    column = task.columns.messages if isinstance(task, sections.DatasetTask) and not adapter.sft.steps else None
+    for sample in (sample for samples in loaded for sample in samples if column is not None):
+        if value_of(sample.columns, str(column))[-1]["role"] == "assistant":  # its later turns would be lost
+            reason = f"{sample.uid}: the last message is the assistant's, so there is nothing to answer"
+            fix = f"remove it, or train on it: sft.steps and sft.column={column}"
+            return ConfigError(f"{at}.{key}.columns.messages", reason, fix)
     without = next((sample for samples in loaded for sample in samples if not sample.gold.strip()), None)
-    for place, reward in sections.reward_keys(f"{at}.", rewards):
+    for place, reward in sections.reward_keys(f"{at}.", adapter.reward):
         if without is not None and isinstance(reward, sections.BuiltInReward) and reward.kind != "none":
             return ConfigError(
                 f"{place}.kind",

@@ -28,7 +28,15 @@ from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
 from areal_lora.tasks.rewards import extract_answer
-from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples, names_in, value_of
+from areal_lora.tasks.stored_samples import (
+    Row,
+    StoredRows,
+    StoredSamples,
+    chat_messages,
+    names_in,
+    until_answer,
+    value_of,
+)
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
@@ -358,18 +366,10 @@ def _filled(template: str, row: Row, prompt_column: str) -> str:
 def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
     if columns.messages is None:
         return None
-    messages = _column(row, columns.messages, "task.columns.messages")
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages)
-    ):
-        raise ConfigError(
-            row.place, f"column {columns.messages!r} holds no list of messages", "each has role and content"
-        )
-    if messages[-1]["role"] == "assistant":
-        fix = "remove it, and name the gold answer's column in task.columns.answer"
-        raise ConfigError(row.place, "the last message is the assistant's, so there is nothing to answer", fix)
+    value = _column(row, columns.messages, "task.columns.messages")
+    messages = chat_messages(value, row.place, f"column {columns.messages!r}")
+    if messages[-1]["role"] == "assistant" and not (messages := until_answer(messages)):
+        raise ConfigError(row.place, "all messages are the answer, so there is no prompt", "put a user's message first")
     return messages
 
 
@@ -392,16 +392,3 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
     system = [] if how.system_prompt is None else [{"role": "system", "content": how.system_prompt}]
     messages = (*system, *before, {"role": "user", "content": text})
     return Sample(uid="typed", prompt=text, answer=None, messages=messages)
-
-
-def given_answer(sample: Sample, column: str | None) -> str:
-    """The text in ``column``, the gold answer if it is None. Raises ConfigError for a row that has none."""
-    try:
-        value = sample.gold if column is None else value_of(sample.columns, column)
-    except KeyError:
-        value = None
-    if isinstance(value, str) and value.strip():
-        return value
-    known = ", ".join(sample.columns) or "none"
-    what = "gold answer" if column is None else f"text in column {column!r}"
-    raise ConfigError("sft.column", f"{sample.uid} has no {what}", f"name a column of text; its columns: {known}")

@@ -1,5 +1,5 @@
 """Keep the rows of a data set in a file without a name, mapped into memory: a million rows cost pages that the kernel
-can drop."""
+can drop. Read their chat messages, and the data set's own answers to its prompts: texts or conversations."""
 
 import json
 import mmap
@@ -7,8 +7,11 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from areal_lora.config.sections.adapter import StagedDifficulty
 from areal_lora.errors import ConfigError
@@ -101,3 +104,76 @@ def indices_by_value(samples: Sequence[Sample], chosen: StagedDifficulty) -> "di
             fix = f"give weights to: {', '.join(sorted(found)[:20])}"
             raise ConfigError(f"{key}.{chosen.column}.{first}", reason, fix)
     return found
+
+
+def chat_messages(value: Any, path: str, what: str) -> list[dict[str, Any]]:
+    """``value`` as agents' requests give it to chat templates: no key is null, arguments of calls are decoded.
+
+    Raises ConfigError, at ``path``, for what is no list of messages; ``what`` names it.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise ConfigError(path, f"{what} holds no list of messages", "each has role and content")
+    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
+    for i, message in enumerate(messages):
+        if calls := message.pop("tool_calls", None):  # Arrow has an empty list or null in messages without calls
+            if not isinstance(calls, list) or not all(isinstance(c, dict) and "function" in c for c in calls):
+                raise ConfigError(path, f"{what}, message {i}: tool_calls are no calls of functions", "correct them")
+            message["tool_calls"] = [call | {"function": _decoded(call["function"])} for call in calls]
+            message.setdefault("content", "")
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(path, f"{what}, message {i} lacks role or content", "write both, or remove the row")
+    return messages
+
+
+def _decoded(function: Any) -> Any:
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            arguments = msgspec.json.decode(function["arguments"])
+            msgspec.msgpack.encode(arguments)  # as a reward gets them: integers have 64 bits there
+            return function | {"arguments": arguments}
+        except (msgspec.DecodeError, OverflowError, RecursionError):  # the text itself, as in agents' requests
+            pass
+    return function
+
+
+def until_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages before the first of the assistant's."""
+    n = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return messages[:n]
+
+
+def given_answer(sample: Sample, column: str | None) -> list[dict[str, Any]]:
+    """The messages after the prompt of ``sample``, from the assistant's first to its last.
+
+    They are one of the text in ``column``, which is the gold answer if it is None, or the list of messages there, which
+    may start with those of the prompt. Raises ConfigError for a row that has neither.
+    """
+    try:
+        value = sample.gold if column is None else value_of(sample.columns, column)
+    except KeyError:
+        value = None
+    if isinstance(value, str) and value.strip():
+        return [{"role": "assistant", "content": value}]
+    if not isinstance(value, list):
+        known = ", ".join(sample.columns) or "none"
+        what = "gold answer" if column is None else f"text in column {column!r}"
+        raise ConfigError("sft.column", f"{sample.uid} has no {what}", f"name a column of text; its columns: {known}")
+    messages = chat_messages(value, "sft.column", what := f"{sample.uid}: column {column!r}")
+    before, roles = until_answer(messages), [message["role"] for message in messages]
+    n = len(before)
+    twice = next((i for i, pair in enumerate(pairwise(roles)) if pair == ("assistant", "assistant")), None)
+    wordless = next((i for i, m in enumerate(messages[n:], n) if not isinstance(m["content"], str)), None)
+    for wrong, reason, fix in (
+        (sample.messages is None, "holds messages, not text", "set task.format.kind=chat"),
+        (roles[-1] != "assistant", "does not end with an answer of the assistant's", "remove what follows the last"),
+        (twice is not None, f"has two messages of the assistant's in a row, from message {twice}", "make them one"),
+        (wordless is not None, f"has content that is no text in message {wordless}", "write it as one text"),
+        (
+            n and before != list(sample.messages or ())[-n:],
+            "starts with other messages than the prompt's",
+            f"set task.columns.messages={column}",
+        ),
+    ):
+        if wrong:
+            raise ConfigError("sft.column", f"{what} {reason}", fix)
+    return messages[n:]

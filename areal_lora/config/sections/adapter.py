@@ -152,7 +152,7 @@ class SftConfig(Section):
     steps: NonNegInt = 0
     """Groups issued with one of the first so many versions are the data set's answers, trained on with cross-entropy;
     later ones are rollouts. `run.steps`: no rollouts."""
-    column: str | None = Field(None, description="Column with the text of the answer; the gold answer if unset.")
+    column: str | None = Field(None, description="Column with the answer, text or messages; the gold answer if unset.")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

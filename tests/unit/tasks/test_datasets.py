@@ -255,8 +255,8 @@ def test_what_is_wrong_with_columns_is_one_line(tmp_path, fields, words):
 
 
 def test_messages_need_the_chat_format_and_a_question(tmp_path):
-    rows = [{"m": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}]
-    with pytest.raises(ConfigError, match="the last message is the assistant's"):
+    rows = [{"m": [{"role": "assistant", "content": "Hello"}]}]
+    with pytest.raises(ConfigError, match="so there is no prompt"):
         load_samples(
             general(tmp_path, rows, columns={"messages": "m", "answer": None}, format={"kind": "chat"}), "train"
         )

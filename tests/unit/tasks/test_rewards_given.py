@@ -8,25 +8,11 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.errors import ConfigError
 from areal_lora.tasks.check import task_problems
-from areal_lora.tasks.datasets import given_answer
 from areal_lora.tasks.rewards import grade
-from areal_lora.types import Sample
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
-
-
-def test_the_gold_answer_or_a_column() -> None:
-    sample = Sample(uid="s", prompt="p", answer="4", columns={"answer": "4", "worked": "2+2=4", "n": 3})
-    assert given_answer(sample, None) == "4"
-    assert given_answer(sample, "worked") == "2+2=4"
-    for column in ("n", "wrked"):
-        with pytest.raises(ConfigError, match="answer, worked, n"):
-            given_answer(sample, column)
-    nested = Sample(uid="s", prompt="p", answer="4", columns={"extra_info": {"worked": "2+2=4"}})
-    assert given_answer(nested, "extra_info.worked") == "2+2=4"
 
 
 def test_all_rows_are_checked_before_a_start(tmp_path: Path) -> None:
