@@ -38,7 +38,7 @@ from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, 
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, conversation_of, repeated
+from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, WorkerLost, conversation_of, repeated
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Outcome, Sample, Trajectory, TrajectoryGroup
@@ -74,7 +74,8 @@ class AgentWorkflow:
     """``n_samples`` agents at once. Each has a session; all trajectories of a session have its one reward.
 
     ``tool_parser`` reads the tool calls in answers. Conversations are written to ``kept``. With ``cut`` an agent whose
-    time is over ends with what it has, if that can be trained on; so does one that fails on its full context.
+    time is over ends with what it has, if that can be trained on; so does one that fails on its full context,
+    where a reward is configured.
     """
 
     context: WorkflowContext
@@ -142,7 +143,8 @@ class AgentWorkflow:
                     session.fault.result()
                 return running.result()
             except GenerationFault as fault:
-                if fault.kind in _OWN_FAULTS and session.full and session.trained():
+                own = fault.kind in _OWN_FAULTS and not fault.unserved and not isinstance(fault, WorkerLost)
+                if own and self.context.has_reward and session.full and session.trained():
                     return AgentResult(finish_reason="length")
                 raise
             finally:

@@ -142,6 +142,7 @@ class SharedResources:
             formatter=part.formatter,
             max_model_len=rollout.max_model_len,
             streams=self.config.behaviour.router_replay != "rollout",
+            has_reward=adapter.has_reward,
         )
         evaluator = build_evaluator(
             self.config, adapter, part.sets, self.client, scorer, self.sessions, self.places, self.run_folder, workers
@@ -289,7 +290,12 @@ def build_evaluator(
     workflows = dict[str, Workflow]()
     for each in sets:
         context = WorkflowContext(
-            client=pinned, scorer=scorer, sampling=each.sampling, formatter=each.formatter, max_model_len=longest
+            client=pinned,
+            scorer=scorer,
+            sampling=each.sampling,
+            formatter=each.formatter,
+            max_model_len=longest,
+            has_reward=adapter.has_reward,
         )
         workflows[each.name] = build_workflow(each.workflow, context, sessions, folder, workers)
     return Evaluator(

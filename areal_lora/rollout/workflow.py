@@ -166,7 +166,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowContext:
-    """Context of a workflow. ``client`` samples, ``scorer`` returns the configured reward.
+    """Context of a workflow. ``client`` samples, ``scorer`` returns the configured reward: without ``has_reward`` 0.
 
     ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
     to be sampled with it. In an evaluation it is the set's, ``client`` requests one version only, and nothing is
@@ -180,6 +180,7 @@ class WorkflowContext:
     formatter: Formatter
     max_model_len: int
     streams: bool = True
+    has_reward: bool = True
 
     @property
     def evaluating(self) -> bool:

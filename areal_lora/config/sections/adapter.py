@@ -314,6 +314,10 @@ class AdapterConfig(Section):
         return self.reward if isinstance(self.reward, list) else [self.reward]
 
     @property
+    def has_reward(self) -> bool:
+        return any(reward.kind != "none" for reward in self.rewards)
+
+    @property
     def weights_by_name(self) -> dict[str, float]:
         """Of several rewards; empty for one."""
         names = tasks.labels(self.rewards) if len(self.rewards) > 1 else []

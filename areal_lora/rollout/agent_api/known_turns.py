@@ -6,9 +6,9 @@ new::
 
     earlier tokens, sampled ones | end of the assistant's turn | tool's message | start of the next turn
 
-An answer counts as given back if its calls, and its content after thoughts, are those that the agent got. What the
-template would write for it may differ (spaces in the arguments of a call): the sampled tokens stay. A template that
-writes earlier turns differently once others follow (without their thoughts) starts a new sequence, unless
+An answer counts as given back if its calls and content are those that the agent got, or those without its thoughts.
+What the template would write for it may differ (spaces in the arguments of a call): the sampled tokens stay. A template
+that writes earlier turns differently once others follow (without their thoughts) starts a new sequence, unless
 ``task.format.kind`` is ``chat_append``: then what it writes for the new turns follows the earlier tokens.
 """
 
@@ -25,6 +25,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import SampledReply, SamplingRequest, Turn, digest
 from areal_lora.rollout.workflow import PackedTurns
+from areal_lora.types import THOUGHT_END
 
 _ANSWER = "areal answer"
 
@@ -126,7 +127,8 @@ class Prompts:
             self._tools.add(digests[0])
         for turn in turns:
             digests.append(turn.digest(digests[-1]))
-        known = _best(next((self._known[d] for d in reversed(digests) if d in self._known), ()), turns)
+        found = (_best(self._known[d], turns) for d in reversed(digests) if d in self._known)
+        known = next((each for each in found if each is not None), None)
         ids, encode = None, self.formatter.tokenizer.encode
         if known is not None:
             before = known.conversation.ids(known.end)
@@ -178,8 +180,15 @@ class Prompts:
 
 
 def _best(found: Sequence[KnownTurns], turns: Sequence[Turn]) -> KnownTurns | None:
-    """The newest one whose thoughts are those of ``turns``; of clients that drop thoughts the newest."""
-    if len(found) < 2:
-        return found[0] if found else None
-    given = [turn.content for turn in turns[: found[-1].n]]
-    return next((k for k in reversed(found) if [turn.content for turn in k.turns()] == given), found[-1])
+    """The newest one with the contents of ``turns``; of clients that drop thoughts the newest.
+
+    None if each has an answer that was edited before the end of a thought, which digests leave out.
+    """
+    best = None
+    for known in reversed(found):
+        edited = [new.content for old, new in zip(known.turns(), turns, strict=False) if old.content != new.content]
+        if not edited:
+            return known
+        if best is None and not any(THOUGHT_END in content for content in edited):
+            best = known
+    return best

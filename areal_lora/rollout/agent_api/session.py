@@ -132,11 +132,8 @@ class Session:
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
         prompt = self.prompts.of(request)
-        if not (n := len(prompt.token_ids)):
+        if not len(prompt.token_ids):
             raise AgentRequestError(400, "the prompt has no tokens")
-        if n >= (limit := self.context.max_model_len):
-            self.full = True
-            raise context_full(n, limit)
         return prompt
 
     async def answer(
@@ -147,6 +144,9 @@ class Session:
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
         """
         prompt = self.prompt(request)
+        if (n := len(prompt.token_ids)) >= (limit := self.context.max_model_len):
+            self.full = True
+            raise context_full(n, limit)
         request, known = request.after(prompt.n_known), continued_by(self.conversations, prompt.token_ids)
         self.n_requests += 1
         number = self.n_requests

@@ -22,6 +22,7 @@ from areal_lora.launcher.slurm.job_steps import SpareJob
 from areal_lora.launcher.slurm.states import JobRecord, Phase
 from areal_lora.launcher.spares import RunState, add_servers, own_devices, phase_of_run, run_spares
 from areal_lora.launcher.start import holder, run_lock
+from areal_lora.launcher.supervise import Supervisor
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.run_folder.status import last_beats
@@ -78,11 +79,22 @@ class Spares(threading.Thread):
     def __init__(self, config: Config, folder: Path, n: int) -> None:
         super().__init__(daemon=True)
         self.state, self.code = RUNNING, -1
+        self.signals = list[tuple[float, float]]()  # when each was sent, and handled by all
         self._work = (config, RunFolder(folder, ""), n)
 
     def run(self) -> None:
         config, folder, n = self._work
+        terminate = Supervisor.terminate
+
+        def handled(supervisor: Supervisor) -> None:
+            """Wait for the handlers: two signals are one to a process that is stalled between them."""
+            wanted, sent = n_signals(folder.path) + len(supervisor.running()), time.monotonic()
+            terminate(supervisor)
+            wait_until(lambda: n_signals(folder.path) >= wanted)
+            self.signals.append((sent, time.monotonic()))
+
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Supervisor, "terminate", handled)
             patch.setattr(spares, "Interrupts", Quiet)  # signals are for main threads
             self.code = run_spares(
                 config, folder, n, grace_s=60.0, console=Console(quiet=True), state=lambda: self.state
@@ -103,6 +115,10 @@ def seen(folder: Path) -> list[str]:
     return (folder / "seen").read_text().splitlines() if (folder / "seen").exists() else []
 
 
+def n_signals(folder: Path) -> int:
+    return sum(line.endswith("TERM") for line in seen(folder))
+
+
 def test_servers_end_with_the_run_at_once_and_are_restarted_before(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     work = Spares(config, folder, 2)
@@ -115,6 +131,8 @@ def test_servers_end_with_the_run_at_once_and_are_restarted_before(config: Confi
     assert work.code == ExitCode.DONE
     said = seen(folder)
     assert said.count("2 TERM") == said.count("3 TERM") == 2, "no grace for a run that is over"
+    (_, handled), (sent, _) = work.signals[:2]
+    assert sent - handled >= spares.POLL_S, "two signals are two, not one"
     assert not any("left" in s for s in said)
     assert not list((folder / "spares").glob("local-*"))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,8 @@ from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agent_api import session as agent_session
 from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.conversations import WorkerLost
+from areal_lora.rollout.workflow import Episode, WorkflowContext
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Cause, Outcome
 from tests.support.clocks import seen
@@ -47,11 +49,13 @@ def run(
     timeout_s: float = 120.0,
     n_samples: int = 2,
     cut: bool = False,
+    has_reward: bool = True,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": n_samples})
         async with served(fake, scorer or Graded(), sampling, SECRET) as context, agent_gateway() as sessions:
+            context: WorkflowContext = replace(context, has_reward=has_reward)
             workflow = AgentWorkflow(context=context, sessions=sessions, agent=rewarded(agent), cut=cut)
             return await workflow.run(PROMPT, V1, seed=7)
 
@@ -571,6 +575,37 @@ def test_an_agent_that_fails_on_its_full_context_was_ended_by_a_limit_of_the_run
         assert (made.reward, made.outcome, made.finish_reason) == (0.25, Outcome.OK, "length")
         assert made.truncated
         assert sum(made.loss_mask) == 3 * len(fake.requests) // 2, "each answer has three tokens"
+
+
+TOO_LONG = GenerationFault(FaultKind.AGENT, "BadRequestError: too long")
+
+
+@pytest.mark.parametrize(
+    ("fault", "path", "has_reward"),
+    [
+        (WorkerLost("its process ended"), "/chat/completions", True),
+        (GenerationFault(FaultKind.ENVIRONMENT, "refused", Cause.UNREACHABLE), "/chat/completions", True),
+        (TOO_LONG, "/messages/count_tokens", True),
+        (TOO_LONG, "/chat/completions", False),
+    ],
+)
+def test_a_failure_that_is_not_of_the_context_or_has_no_reward_is_repeated(
+    fault: GenerationFault, path: str, has_reward: bool
+) -> None:
+    runs = list[AgentTask]()
+
+    async def agent(task: AgentTask) -> float:
+        runs.append(task)
+        await say(task, [user("hi")])
+        if len(runs) == 1:
+            status, reply = await post(task, path, messages=[user("x" * MAX_MODEL_LEN)])
+            assert status == (200 if "input_tokens" in reply else 400)
+            assert reply.get("input_tokens", MAX_MODEL_LEN + 7) == MAX_MODEL_LEN + len("<user:>")
+            raise fault
+        return 0.5
+
+    (made,) = run(agent, n_samples=1, has_reward=has_reward).group.trajectories
+    assert (len(runs), made.reward, made.finish_reason) == (2, 0.5, "stop")
 
 
 def test_an_agent_whose_first_request_is_too_long_fails() -> None:

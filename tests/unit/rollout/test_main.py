@@ -19,12 +19,14 @@ import psutil
 import pytest
 
 from areal_lora.config.sections.adapter import AlgorithmConfig
+from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.errors import EnvironmentError_
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.rollout import main
 from areal_lora.rollout.channel.channel_messages import Batch
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
 from areal_lora.rollout.ledger.reconcile import group_counts
+from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.rollout.workflow_loading import Teacher
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
@@ -170,6 +172,23 @@ def test_a_teacher_that_does_not_answer_ends_the_start(tmp_path: Path, monkeypat
     data = main.load_data(run, RunFolder(tmp_path))
     with pytest.raises(EnvironmentError_, match=r"the teacher large at http://127\.0\.0\.1:9/v1 .*fix: start it"):
         asyncio.run(main.serve(run, RunFolder(tmp_path), data, asyncio.Event()))
+
+
+@pytest.mark.parametrize(("kinds", "wanted"), [(["none"], False), (["none", "numeric_match"], True)])
+def test_workflows_know_whether_a_reward_is_configured(
+    kinds: list[Any], wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of training and those of evaluations."""
+    prepare(tmp_path)
+    made, stop = list[WorkflowContext](), asyncio.Event()
+    monkeypatch.setattr(main, "WorkflowContext", lambda **of: made.append(WorkflowContext(**of)) or made[-1])
+    plain = config(str(TINY_MODEL))
+    adapter = plain.adapters[0].model_copy(update={"reward": [BuiltInReward(kind=kind) for kind in kinds]})
+    run = plain.model_copy(update={"adapters": [adapter]})
+    stop.set()
+    asyncio.run(main.serve(run, RunFolder(tmp_path), main.load_data(run, RunFolder(tmp_path)), stop))
+    assert [context.has_reward for context in made] == [wanted] * 2
+    assert [context.evaluating for context in made] == [False, True]
 
 
 def test_it_imports_neither_torch_nor_numba() -> None:

@@ -91,10 +91,11 @@ def append_kept(
 ) -> None:
     """As a method of vLLM's flat log-probabilities: 8 bytes of each token and of each id that it has or keeps.
 
-    The sampled token comes first, then all from the likeliest on.
+    The sampled token comes first, then all from the likeliest on, as many as the request has ``ranks``.
     """
     if not self.start_indices:
         _as_arrays(self)
+    logprobs = logprobs[: len([*ranks])]  # a batch's rows are as wide as its widest request's
     n = logprobs.index(-torch.inf, 1) if -torch.inf in logprobs[1:] else len(logprobs)
     self.start_indices.append(len(self.logprobs))
     self.token_ids.extend(token_ids[:n])

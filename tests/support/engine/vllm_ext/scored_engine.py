@@ -24,6 +24,7 @@ from tests.support.engine.vllm_ext.late_engine import Queue
 
 TOKENS = 6
 AT_CUT = 2
+WIDTH = 9  # likeliest tokens that the widest request of the batch has
 
 
 def token_id(t: int) -> int:
@@ -63,9 +64,8 @@ class ScoredEngine:
             for index in range(params.n):
                 found = create_sample_logprobs(params.flat_logprobs)
                 for t in range(first, first + step):
-                    of_t = row(t, params.logprobs or 0)
+                    of_t = row(t, WIDTH)
                     pairs = [(token_id(t), of_t[token_id(t)]), *list(of_t.items())[t % 2 :]]
-                    pairs = pairs[: 1 + (params.logprobs or 0)]
                     given, values = [i for i, _ in pairs], [value for _, value in pairs]
                     nothing = itertools.repeat(None)
                     append_logprobs_for_next_position(found, given, values, nothing, 1, params.logprobs or 0)

@@ -219,3 +219,38 @@ def test_of_equal_answers_the_one_with_the_given_thought_is_continued(chosen: in
     whole, short = ("".join(map(chr, request["prompt"])) for request in server.requests[1:])
     assert whole == f"<user:hi>{THOUGHTS[chosen]}\2<user:and?>"
     assert short in {f"<user:hi>{thought}\2<user:and?>" for thought in THOUGHTS}
+
+
+QUOTED = "A thought ends with </think> in Qwen3; the key is sk-123. </think> ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (QUOTED, QUOTED.replace("sk-123", "[removed]")),
+        (QUOTED, "the key is removed. </think> ok"),
+        ("<think>one two three</think> ok", "<think>one</think> ok"),
+        ("<think>one</think> see sk-123 <think>two</think> ok", "<think>one</think> see <think>two</think> ok"),
+        ("ok", "<think>added</think> ok"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "chat_append"])
+def test_an_answer_that_was_edited_before_the_end_of_a_thought_starts_a_new_sequence(
+    kind: str, answer: str, given: str
+) -> None:
+    """The model reads what the agent sent, after what is known of the turns before; it can be continued, too."""
+
+    async def agent(task: AgentTask) -> float:
+        messages: list[Any] = list(MESSAGES)
+        for content in ("first", given, "last"):
+            await asked(task, messages=messages)
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "and?"}]
+        await asked(task, messages=messages)
+        return 1.0
+
+    server, how = saying(["first", answer, "last", "end"]), PromptFormat.model_validate({"kind": kind})
+    made = episode(agent, server, formatter=Formatter(tokenizer=ToolTokenizer(), how=how))
+    assert len(made.group.trajectories) == 2
+    *_, edited, continued = ("".join(map(chr, request["prompt"])) for request in server.requests)
+    assert edited == f"<user:hi>first\2<user:and?>{given}\2<user:and?>"
+    assert continued == f"{edited}last\2<user:and?>"
