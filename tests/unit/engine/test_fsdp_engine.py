@@ -177,7 +177,8 @@ def test_passes_are_timed_and_their_operations_counted(
     tokens = 37 + 27 + 3 - 17
     pairs = sum(range(38)) + sum(range(28)) - sum(range(18)) + sum(range(4))
     adapted, base = PassSizes.of(shape, spec), PassSizes.of(shape, None)
-    flops = adapted.training(tokens, pairs) + base.forward(tokens, pairs)
+    read = tokens - 2  # the first token of a start is one
+    flops = adapted.training(tokens, pairs, read) + base.forward(tokens, pairs, read)
     again = {"selective": adapted.recompute(tokens, 0), "full": adapted.recompute(tokens, pairs)}
     assert dict(engine.spans.counts) == {"flops": flops} | (
         {"recomputed_flops": again[recompute]} if recompute in again else {}
