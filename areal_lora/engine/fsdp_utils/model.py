@@ -1,5 +1,5 @@
 """A Hugging Face causal LM, frozen and sharded layer by layer with `fully_shard`, over all ranks or over some of them
-(``trainer.fsdp_shard``), so that every so many ranks have a copy of it.
+(``trainer.fsdp_shard``), so that every so many ranks have a copy of it. One rank has it whole, without `fully_shard`.
 
 The model is made without memory (meta device), sharded, and then filled with this rank's rows. Embeddings, every
 decoder layer and the output layer are gathered one after the other, when they compute, and freed again::
@@ -317,7 +317,8 @@ def build_model(
     fuse_rotations(module)
     recompute(decoder_layers(module), trainer.recompute, active)
     size = trainer.fsdp_shard or trainer.world_size
-    shard(module, size, trainer, device)
+    if size > 1 or trainer.cpu_offload:  # torch copies what one rank has whole in every pass
+        shard(module, size, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
     _fill_buffers(module, device)
