@@ -105,7 +105,7 @@ def flops_of(
 ) -> Counter[str]:
     """``flops`` and ``recomputed_flops`` of a pass, ``sizes`` by adapter; one that only scores has no ``recompute``.
 
-    The output layer's are of the tokens that `layers.attention.pack` predicts.
+    The output layer computes those of tokens on the loss mask, or of clients: `layers.attention.pack`.
     """
     lengths, counts, starts = batch.cu_seqlens.diff().tolist(), Counter[str](), batch.cu_seqlens.tolist()
     mask = np.ones(batch.n_tokens, np.bool_) if batch.weights is not None else batch.loss_mask.numpy()

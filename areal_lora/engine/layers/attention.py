@@ -158,8 +158,7 @@ def attend(
         context = varlen.padded(plan.own.runs, *real, scale=scale)
     else:
         context = varlen.padded(plan.window(window).runs, *real, scale=scale, window=window)
-    context = context.flatten(1)
-    return functional.pad(context, (0, 0, 0, missing)) if missing else context
+    return functional.pad(context.flatten(1), (0, 0, 0, missing)) if missing else context.flatten(1)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,11 +258,11 @@ class PackedMicroBatch:
     sequences of each adapter that has any here: none in padding, which is computed for the collectives only.
 
     Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micros``] is each
-    token's prediction; p for one without: the first of a sequence, or off the loss mask of all that share it (clients'
-    batches have no mask). Where tokens have routes, a later one attends to those ``followed``. In a context-parallel group t and p are of
-    this rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after
-    the other, each filled up to ``predictions``. ``rows`` [tokens of ``micros``], on the host, is each token's place in
-    the row, or in the parts of the group's ranks, one after the other.
+    token's prediction; p for the first of a sequence and off the loss mask, which clients' batches do not use. Where
+    tokens have routes, a later one attends to those ``followed``. In a context-parallel group t and p are of this
+    rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after the
+    other, each filled up to ``predictions``. ``rows`` [tokens of ``micros``], on the host, is each token's place in the
+    row, or in the parts of the group's ranks, one after the other.
     """
 
     micros: tuple[TrainBatch, ...]
@@ -312,9 +311,9 @@ def pack(
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
-    predicted, followed = before >= 0, before[before >= 0]
-    if micro is not None and micro.weights is None:  # clients get the scores of all tokens
-        predicted &= np.bincount(where[micro.loss_mask.numpy()], minlength=len(held)) > 0
+    # Clients get the scores of all tokens.
+    read = np.ones_like(where) > 0 if micro is None or micro.weights is not None else micro.loss_mask.numpy()
+    predicted, followed = (before >= 0) & (np.bincount(where[read], minlength=len(held)) > 0), before[before >= 0]
     sources, targets = before[predicted], row[: len(before)][predicted]
     kept = None if (ids := (micro or batch).kept) is None else ids.numpy()[held[predicted]]
     numbers, most = np.arange(len(sources)), len(sources)
@@ -348,7 +347,7 @@ def pack(
         sources=upload(torch.from_numpy(sources), device),
         targets=upload(torch.from_numpy(targets), device),
         kept=None if kept is None else upload(torch.from_numpy(kept), device),
-        index=upload(torch.from_numpy(number[where]), device),
+        index=upload(torch.from_numpy(np.where(read, number[where], total)), device),
         predictions=most,
         followed=upload(torch.from_numpy(followed), device) if layers else None,
         rows=torch.from_numpy(where if context is None else context.places(plan.n_tokens)[where]),

@@ -120,7 +120,8 @@ class CostModel:
 def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     """Of the first adapter. Prompts and answers take half of the longest answer, which is a guess.
 
-    The trainer computes a group's prompt once (`collate.Tree`) and predicts its answers, in passes that train and that score (`learn.annotate`).
+    The trainer computes a group's prompt once (`collate.Tree`) and predicts its answers, in passes that train and that
+    score (`learn.annotate`).
     """
     adapter, tp, algorithm = config.adapters[0], config.rollout.tp, config.adapters[0].algorithm
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens

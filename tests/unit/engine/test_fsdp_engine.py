@@ -162,7 +162,9 @@ def test_a_bf16_base_computes_with_the_newest_weights_and_adds_gradients_in_fp32
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_each_layer_is_gathered_while_the_one_before_computes(world: None, tmp_path: Path, recompute: str) -> None:
     """By the names that torch gives to what it does."""
-    engine = engine_of(save("qwen3_moe", tmp_path), recompute=recompute, cpu_offload=True)  # one rank has no unit otherwise
+    engine = engine_of(
+        save("qwen3_moe", tmp_path), recompute=recompute, cpu_offload=True
+    )  # one rank has no unit otherwise
     engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
     batch = scoring_batch(ROWS, "a")
     engine.logprobs(batch, adapter="a")  # the first pass makes what later ones use

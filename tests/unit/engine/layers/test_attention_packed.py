@@ -56,7 +56,7 @@ def test_a_shared_prediction_gets_the_gradient_of_each_sequence() -> None:
     ("firsts", "sources", "targets", "read"),
     [
         ((2, 2), [1, 2, 1], [33, 34, 43], [0, 0, 33, 34, 0, 0, 43, 0]),
-        ((1, 9), [0, 1, 2], [32, 33, 34], [0, 32, 33, 34, 0, 32, 0, 0]),  # of a start for one of its sequences
+        ((1, 9), [0, 1, 2], [32, 33, 34], [0, 32, 33, 34, 0, 0, 0, 0]),  # of a start for one of its sequences
         ((9, 9), [], [], [0] * 8),
     ],
 )
