@@ -20,8 +20,8 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
     Both norms keep their input (2 h), adapters that of attention and of a dense MLP. Attention keeps projections where
     a norm follows, rotated queries and keys, values, and what it returns (2 q + 2 k, with norms 3 each); with cp, keys
     and values of all ranks. Megatron's fused projection stays, and a copy of its queries for their norm. CPUs, without
-    flash attention, keep padded and gathered rows, too. An MLP of width f keeps both projections and their product,
-    transformers' the activation, too. Experts see each token ``experts_per_token`` times, on average; with tp, a rank
+    flash attention, keep padded and gathered rows, too. An MLP of width f keeps both projections and their product.
+    Experts see each token ``experts_per_token`` times, on average; with tp, a rank
     routes its part of the sequence.
     For a family without a row: both norms, and inputs and outputs of every linear layer.
     """
@@ -39,7 +39,7 @@ def layer_elements(config: Config, shape: ModelShape, layer: int) -> float:
         attention = (2 + norms) * q + (norms + 2 * t.cp) * k
     adapted = h * (1 if sparse and not megatron else 2)  # Megatron's router keeps its input
     mlp = shape.shared_ffn if sparse else shape.ffn
-    return (2 * h + adapted + attention + routed + (3 if megatron else 4) * mlp) / t.tp
+    return (2 * h + adapted + attention + routed + 3 * mlp) / t.tp
 
 
 def pass_elements(config: Config, shape: ModelShape, layer: int) -> float:
