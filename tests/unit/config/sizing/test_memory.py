@@ -17,7 +17,7 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.config.sizing.activations import in_flight, pass_elements
+from areal_lora.config.sizing.activations import in_flight, layer_elements, pass_elements
 from areal_lora.config.sizing.memory import (
     GIB,
     PACKED,
@@ -31,6 +31,7 @@ from areal_lora.config.sizing.memory import (
 from areal_lora.config.sizing.slots import seats_of, send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
+from areal_lora.engine.layers.active import Dropout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
@@ -38,6 +39,7 @@ from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.strided import MEASURED_BYTES
 from areal_lora.weight_sync.trainer.gathering import by_place
+from tests.support.engine.alive import Alive
 from tests.support.paths import EXAMPLES
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
@@ -574,3 +576,16 @@ def test_a_pass_takes_keys_and_values_for_each_part_of_a_row(cp: int, elements: 
     shape = ModelShape.from_hf(known_config("Qwen/Qwen2.5-72B-Instruct") or {})
     config = load_config([MOE], [f"trainer.cp={cp}", "trainer.tp=2", "trainer.ep=1"])
     assert pass_elements(config, shape, 0) == (elements + 8192) / 2
+
+
+def test_dropout_keeps_a_byte_of_each_input_of_lora_a_and_makes_masks_of_24() -> None:
+    """Of attention's two inputs and of gate and up 8192 each, of down 29568."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen2.5-72B-Instruct") or {})
+    keys = ["trainer.recompute=none", "trainer.tp=1", "trainer.ep=1"]
+    plain, dropping = (load_config([MOE], [*keys, f"adapters.0.dropout={rate}"]) for rate in (0.0, 0.05))
+    assert 2 * (layer_elements(dropping, shape, 0) - layer_elements(plain, shape, 0)) == 3 * 8192 + 29568
+    with Alive() as made:
+        Dropout(rate=0.05, seed=1).keep(torch.zeros(64, dtype=torch.int64), 5, 4096)
+    buffer = (pass_elements(dropping, shape, 0) - 8192) * 2
+    assert buffer / 29568 == pytest.approx(made.peak / (64 * 4096), rel=0.01)
+    assert pass_elements(plain, shape, 0) == 3 * 29568 + 8192
