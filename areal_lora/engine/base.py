@@ -30,7 +30,7 @@ class LossSums:
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], LossSums]
 """``loss_fn(micro_batch, scores [t] fp32 with grad, entropy [t] fp32 or None) -> LossSums``.
 
-``scores[i]`` describes token i of the micro-batch; entry 0 of every sequence is 0. It is the token's
+``scores[i]`` describes token i of the micro-batch; off the mask it is 0. It is the token's
 log-probability, or, of an adapter with a value head, the value of the state before the token. Entropy
 at entry i is that of the distribution token i was drawn from. With tensor parallelism
 every tensor-parallel rank calls it on equal inputs and must return equal sums.

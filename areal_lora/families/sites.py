@@ -285,18 +285,20 @@ class PassSizes:
             attention=2 * shape.layers * shape.heads * shape.head_dim,
         )
 
-    def forward(self, tokens: int, pairs: int) -> int:
-        """FLOPs of a forward pass over ``tokens``; ``pairs`` are those of causal attention (`Tree.pairs`)."""
-        return self.recompute(tokens, pairs) + 2 * tokens * self.output
+    def forward(self, tokens: int, pairs: int, predictions: int | None = None) -> int:
+        """FLOPs of a forward pass over ``tokens``; ``pairs`` are those of causal attention (`Tree.pairs`).
 
-    def training(self, tokens: int, pairs: int) -> int:
+        Without a number of ``predictions`` there are as many as tokens.
+        """
+        return self.recompute(tokens, pairs) + 2 * (tokens if predictions is None else predictions) * self.output
+
+    def training(self, tokens: int, pairs: int, predictions: int | None = None) -> int:
         """FLOPs of a forward and a backward pass.
 
         Backward, frozen weights have the gradient of their input alone (as many as forward), adapters also that of
         their weights, attention those of both factors of its products (twice as many).
         """
-        backward = 2 * tokens * (self.layers + self.output + 2 * self.adapter) + 4 * pairs * self.attention
-        return self.forward(tokens, pairs) + backward
+        return 2 * (self.forward(tokens, pairs, predictions) + tokens * self.adapter + pairs * self.attention)
 
     def recompute(self, tokens: int, pairs: int) -> int:
         """FLOPs of the layers alone, which `trainer.recompute` computes once more in the backward pass.

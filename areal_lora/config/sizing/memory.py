@@ -118,7 +118,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
-      equal shard of everything, embeddings and output layer apart even if tied, two layers (`_gathered_elements`).
+      equal shard of everything, embeddings and output layer apart even if tied, and `_gathered_elements`, or all.
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32, and 2 for a cast of the weight
       where the base is in bf16 (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1). lora_A of a column-parallel
       layer and lora_B of a row-parallel one are whole on every rank. The moments of a stage are divided over its ranks
@@ -212,9 +212,9 @@ def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) 
     t, item = config.trainer, DTYPE_BYTES[config.model.dtype]
     if t.engine == "megatron":
         return [Part("base weights", device=_base_elements(config, shape, stage, layers) * item)]
-    untied = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0)
-    shard = -(-untied // (t.fsdp_shard or t.world_size)) * item
-    gathered = _gathered_elements(config, shape) * item
+    untied, ranks = shape.parameters + (shape.vocab * shape.hidden if shape.tied else 0), t.fsdp_shard or t.world_size
+    shard = -(-untied // ranks) * item
+    gathered = _gathered_elements(config, shape) * item if ranks > 1 or t.cpu_offload else 0
     # torch's allocator page-locks each shard in a block of a power of two, over many models a third more.
     where = Part("base weights", host=4 * shard // 3) if t.cpu_offload else Part("base weights", device=shard)
     return [where, Part("gathered layer", device=gathered)]

@@ -159,8 +159,8 @@ class AdapterEngine:
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
         """log p(token t | tokens before it), [T] fp32, no grad, of the sequences that the rank holds; 0 for others.
 
-        Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11). Raises
-        AdapterError for an adapter with a value head.
+        Tokens off the loss mask have 0, but those of clients. ``adapter=None`` scores the frozen base (KL reference,
+        C11). Raises AdapterError for an adapter with a value head.
         """
         if adapter is not None and self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} gives values, not log-probabilities")
@@ -195,7 +195,7 @@ class AdapterEngine:
     def values(self, batch: TrainBatch, *, adapter: str) -> Tensor:
         """Value of the state before token t, by the value head of ``adapter``: [T] fp32, on every rank of all.
 
-        Entry 0 of each sequence is 0. Raises AdapterError for an adapter without a value head.
+        Tokens off the loss mask have 0. Raises AdapterError for an adapter without a value head.
         """
         if not self.resident(adapter).spec.value_head:
             raise AdapterError(f"adapter {adapter!r} has no value head")

@@ -103,11 +103,18 @@ def routed_layers(model: ShardedModel, rank: int) -> list[tuple[int, int]]:
 def flops_of(
     plans: Sequence[MicroPlan], batch: TrainBatch, sizes: Mapping[str, PassSizes], recompute: Recompute | None
 ) -> Counter[str]:
-    """``flops`` and ``recomputed_flops`` of a pass, ``sizes`` by adapter; one that only scores has no ``recompute``."""
-    lengths, counts = batch.cu_seqlens.diff().tolist(), Counter[str]()
+    """``flops`` and ``recomputed_flops`` of a pass, ``sizes`` by adapter; one that only scores has no ``recompute``.
+
+    The output layer computes those of tokens on the loss mask, or of clients: `layers.attention.pack`.
+    """
+    lengths, counts, starts = batch.cu_seqlens.diff().tolist(), Counter[str](), batch.cu_seqlens.tolist()
+    mask = np.ones(batch.n_tokens, np.bool_) if batch.weights is not None else batch.loss_mask.numpy()
     for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
         of, tokens, pairs = sizes[batch.adapters[tree.sequences[0]]], tree.size(lengths), tree.pairs(lengths)
-        counts["flops"] += of.forward(tokens, pairs) if recompute is None else of.training(tokens, pairs)
+        own = [mask[starts[i] : starts[i + 1]] for i in tree.sequences]
+        shared = np.logical_or.reduce([each[: tree.shared] for each in own])
+        read = int(shared.sum()) + sum(int(each[tree.shared :].sum()) for each in own)
+        counts["flops"] += of.forward(tokens, pairs, read) if recompute is None else of.training(tokens, pairs, read)
         if recompute not in (None, "none"):
             counts["recomputed_flops"] += of.recompute(tokens, 0 if recompute == "selective" else pairs)
     return counts

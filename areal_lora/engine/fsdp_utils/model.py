@@ -1,5 +1,5 @@
 """A Hugging Face causal LM, frozen and sharded layer by layer with `fully_shard`, over all ranks or over some of them
-(``trainer.fsdp_shard``), so that every so many ranks have a copy of it.
+(``trainer.fsdp_shard``), so that every so many ranks have a copy of it. One rank has it whole, without `fully_shard`.
 
 The model is made without memory (meta device), sharded, and then filled with this rank's rows. Embeddings, every
 decoder layer and the output layer are gathered one after the other, when they compute, and freed again::
@@ -18,11 +18,9 @@ transformers keeps the experts of a layer in one parameter and some modules unde
 folders; its own table of conversions maps them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from itertools import pairwise
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -41,8 +39,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.base import DTYPES
 from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.fsdp_utils import fused
 from areal_lora.engine.layers.active import ActiveAdapters, PackedTokens
-from areal_lora.engine.layers.attention import AttentionPlan, attend, rotate
+from areal_lora.engine.layers.attention import AttentionPlan, attend
 from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.router_replay import follow_routes
@@ -126,9 +125,6 @@ class ExpertsSite:
     fc2: dict[str, ExpertLora] = field(default_factory=dict)
 
 
-Rotation = Callable[..., tuple[Tensor, Tensor]]
-ROTATION = "apply_rotary_pos_emb"
-"""transformers' function of queries, keys, cosines and sines."""
 ATTENTION = "areal_lora_packed"
 EXPERTS = "areal_lora_grouped"
 _WITHOUT_EFFECT = ("dropout", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions")
@@ -238,70 +234,6 @@ def _is_gated_silu(module: Any) -> bool:
     return wanted.items() <= vars(module).items() and isinstance(module.act_fn, type(ACT2FN["silu"]))
 
 
-def fuse_norms(model: nn.Module) -> None:
-    """Let torch's fused kernel compute the RMSNorms (Zhang and Sennrich, arXiv 1910.07467) of ``model``.
-
-    transformers' own makes three copies in fp32 and keeps them for the backward pass.
-    """
-    for module in model.modules():
-        if _is_rms_norm(module):
-            module.forward = partial(_rms_norm, module)
-
-
-def fuse_rotations(model: nn.Module) -> None:
-    """Let `rotate` compute the positions of queries and keys where ``model`` computes the usual formula.
-
-    A layer's ``forward`` then reads another function under transformers' name; other models keep theirs.
-    """
-    for module in model.modules():
-        forward: Any = type(module).forward
-        own = forward.__globals__.get(ROTATION)
-        if ROTATION in forward.__code__.co_names and _is_usual_rotation(own):
-            names = {**forward.__globals__, ROTATION: partial(_rotated, own)}
-            mine = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            mine.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = MethodType(mine, module)
-
-
-def _rotated(own: Rotation, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``query`` [1, h, t, d] and ``key`` [1, g, t, d]; other angles are for ``own``."""
-    if query.dtype != cos.dtype or query.shape[2:] != cos.shape[1:]:
-        return own(query, key, cos, sin)
-    query, key = rotate(query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), cos[0], sin[0])
-    return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-
-
-@cache
-def _is_usual_rotation(own: Rotation) -> bool:
-    """By its values: not of interleaved features, or a part of them."""
-    with torch.device("cpu"), torch.no_grad():
-        query = torch.linspace(-3.0, 5.0, 64).view(1, 4, 2, 8)
-        angles = torch.linspace(0.1, 1.0, 8).view(1, 2, 4).repeat(1, 1, 2)
-        try:
-            found = own(query, query[:, :1], angles.cos(), angles.sin())
-        except (TypeError, ValueError, IndexError, RuntimeError):
-            return False  # other arguments
-        pairs = zip(found, _rotated(own, query, query[:, :1], angles.cos(), angles.sin()), strict=True)
-        return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
-
-
-def _is_rms_norm(module: Any) -> bool:
-    """By its parts and its values. Others, such as Gemma's with 1 + weight, compute themselves."""
-    own = {name for name in vars(module).keys() - vars(nn.Module()).keys() if not name.startswith("_")}
-    if own != {"variance_epsilon"} or [name for name, _ in module.named_parameters()] != ["weight"]:
-        return False
-    with torch.device("cpu"), torch.no_grad():
-        one: Any = object.__new__(type(module))  # its arguments are unknown
-        nn.Module.__init__(one)
-        one.weight, one.variance_epsilon = nn.Parameter(torch.linspace(-2.0, 2.0, 16)), module.variance_epsilon
-        x = torch.linspace(-3.0, 5.0, 64).view(4, 16)
-        return bool(torch.allclose(one(x), _rms_norm(one, x), rtol=1e-5, atol=1e-6))
-
-
 def build_model(
     model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapters
 ) -> nn.Module:
@@ -313,11 +245,13 @@ def build_model(
         module: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=ATTENTION)
     _check(module)
     module = module.eval().requires_grad_(False)
-    fuse_norms(module)
-    fuse_rotations(module)
+    fused.fuse_norms(module)
+    fused.fuse_rotations(module)
+    fused.fuse_mlps(module)
     recompute(decoder_layers(module), trainer.recompute, active)
     size = trainer.fsdp_shard or trainer.world_size
-    shard(module, size, trainer, device)
+    if size > 1 or trainer.cpu_offload:  # torch copies what one rank has whole in every pass
+        shard(module, size, trainer, device)
     where = torch.device("cpu") if trainer.cpu_offload else device
     module.to_empty(device=where)
     _fill_buffers(module, device)

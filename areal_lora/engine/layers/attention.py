@@ -11,9 +11,9 @@ start, once, and a sum of both by their log-sum-exps. No mask of tokens by token
 read once. Without flash attention, and with context parallelism, it is one pass of each segment over its start and
 itself.
 
-`pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree once. A
-sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start count once for each of its
-sequences, in the loss as in the gradient.
+`pack` lays the tokens of a micro-batch's trees out in one row. The model predicts every token of a tree that
+is on the loss mask once. A sequence reads the predictions of its tokens (`to_sequences`), so those of a shared start
+count once for each of its sequences, in the loss as in the gradient.
 """
 
 from collections.abc import Sequence
@@ -146,8 +146,7 @@ def attend(
         key, value = heads.split([d, dv], dim=2)
     if not plan.n:  # a rank of padding only goes backward, too: FSDP's collectives follow that order
         return query.new_zeros(len(query), query.shape[1] * dv) + 0.0 * (query.sum() + key.sum() + value.sum())
-    missing = len(query) - plan.n
-    real = [query, key, value]
+    missing, real = len(query) - plan.n, [query, key, value]
     if missing:  # a slice has a launch in the backward pass
         real[:] = query[: plan.n], *(x[: plan.n] if plan.context is None else x for x in (key, value))
     if varlen.has_flash(query):
@@ -159,8 +158,7 @@ def attend(
         context = varlen.padded(plan.own.runs, *real, scale=scale)
     else:
         context = varlen.padded(plan.window(window).runs, *real, scale=scale, window=window)
-    context = context.flatten(1)
-    return functional.pad(context, (0, 0, 0, missing)) if missing else context
+    return functional.pad(context.flatten(1), (0, 0, 0, missing)) if missing else context.flatten(1)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,10 +258,11 @@ class PackedMicroBatch:
     sequences of each adapter that has any here: none in padding, which is computed for the collectives only.
 
     Prediction k is how likely ``targets[k]`` is after token ``sources[k]``. ``index`` [tokens of ``micros``] is each
-    token's prediction; p for the first token of a sequence, which has none. In a context-parallel group t and p are of
-    this rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after
-    the other, each filled up to ``predictions``. ``rows`` [tokens of ``micros``], on the host, is each token's place in
-    the row, or in the parts of the group's ranks, one after the other.
+    token's prediction; p for the first of a sequence and off the loss mask, which clients' batches do not use. Where
+    tokens have routes, a later one attends to those ``followed``. In a context-parallel group t and p are of this
+    rank's part of the row, ``micros`` are whole, and ``index`` counts the predictions of all ranks, one rank after the
+    other, each filled up to ``predictions``. ``rows`` [tokens of ``micros``], on the host, is each token's place in the
+    row, or in the parts of the group's ranks, one after the other.
     """
 
     micros: tuple[TrainBatch, ...]
@@ -276,6 +275,7 @@ class PackedMicroBatch:
     kept: Tensor | None  # [p, most] int32; None: predictions are over the whole vocabulary
     index: Tensor  # int64
     predictions: int
+    followed: Tensor | None  # int64
     rows: Tensor  # int64
 
 
@@ -311,7 +311,9 @@ def pack(
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
-    predicted = before >= 0
+    # Clients get the scores of all tokens.
+    read = np.ones_like(where) > 0 if micro is None or micro.weights is not None else micro.loss_mask.numpy()
+    predicted, followed = (before >= 0) & (np.bincount(where[read], minlength=len(held)) > 0), before[before >= 0]
     sources, targets = before[predicted], row[: len(before)][predicted]
     kept = None if (ids := (micro or batch).kept) is None else ids.numpy()[held[predicted]]
     numbers, most = np.arange(len(sources)), len(sources)
@@ -324,6 +326,7 @@ def pack(
         for rank in range(context.size):
             numbers[of == rank] = rank * most + np.arange((of == rank).sum())
         sources, targets, kept = at[sources[mine]], targets[mine], None if kept is None else kept[mine]
+        followed = at[followed[owner[followed] == context.rank]]
         own = np.concatenate([np.arange(*bounds) for bounds in context.parts(plan.n_tokens)])
         row, keys, owners, routes = row[own], keys[own], owners[own], routes[own]
     number = np.full(len(before), total)  # the prediction of each token of the row
@@ -344,8 +347,9 @@ def pack(
         sources=upload(torch.from_numpy(sources), device),
         targets=upload(torch.from_numpy(targets), device),
         kept=None if kept is None else upload(torch.from_numpy(kept), device),
-        index=upload(torch.from_numpy(number[where]), device),
+        index=upload(torch.from_numpy(np.where(read, number[where], total)), device),
         predictions=most,
+        followed=upload(torch.from_numpy(followed), device) if layers else None,
         rows=torch.from_numpy(where if context is None else context.places(plan.n_tokens)[where]),
     )
 
@@ -374,9 +378,7 @@ def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segmen
     Sequence i of the trees, in order, has tokens ``bounds[i]:bounds[i + 1]``. The second list holds the first of them
     for each segment, the third what each sequence reads: (first token in the row, number) of shared start and branch.
     """
-    segments: list[Segment] = []
-    origins: list[int] = []
-    reads: list[tuple[int, int]] = []
+    segments, origins, reads = list[Segment](), list[int](), list[tuple[int, int]]()
     at = number = 0
     for tree in trees:
         shared_start, n = at, tree.shared
@@ -403,7 +405,7 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
 
 
 def to_sequences(values: Tensor, packed: PackedMicroBatch) -> Tensor:
-    """Packed [tokens of ``micro``] from predictions [p]; entry 0 of every sequence is 0."""
+    """Packed [tokens of ``micros``] from predictions [p]; 0 for tokens without one."""
     if (context := packed.attention.context) is not None:
         values = context.gather(functional.pad(values, (0, packed.predictions - len(values))), equal=True)
     return torch.cat([values, values.new_zeros(1)]).index_select(0, packed.index)

@@ -174,14 +174,15 @@ class _Predictions(torch.autograd.Function):  # type: ignore[misc]
         for part, z in _chunks(hidden, weight, bias, sources, ctx.readout.temperature, kept, ctx.first):
             logp = z.sub_(log_sums[part, None])
             change = logp.exp()
-            if ctx.readout.entropy:
-                change *= logp.add_(entropy[part, None]).mul_(by[part, 1:]).add_(by_logprob[part]).neg_()
-            else:
-                change *= -by_logprob[part]
+            factor = -by_logprob[part]
+            if ctx.readout.entropy:  # by few passes over all logits
+                slope = -by[part, 1:]
+                factor = torch.addcmul(torch.addcmul(factor, slope, entropy[part, None]), slope, logp, out=logp)
+            change *= factor
             change.scatter_add_(-1, local[part, None], by_logprob[part] * here[part, None])
             rows = change.to(weight.dtype) @ weight
             gradient.index_add_(0, sources[part], rows)
-            del z, logp, change
+            del z, logp, change, factor
         return gradient, *(None,) * 7
 
 

@@ -70,9 +70,10 @@ def with_sizes(packed: PackedMicroBatch, dispatcher: CountedDispatcher) -> Packe
     """
     tokens, routes, ep, tp = packed.tokens, packed.tokens.routes, dispatcher.ep_size, dispatcher.tp_size
     assert routes is not None
+    assert packed.followed is not None
     (t, layers, k), first, n = routes.shape, dispatcher.local_expert_indices[0], dispatcher.num_local_experts
     experts = ep * n
-    unread = routes.new_ones((t, 1, 1), dtype=torch.bool).index_fill_(0, packed.sources, False)
+    unread = routes.new_ones((t, 1, 1), dtype=torch.bool).index_fill_(0, packed.followed, False)
     routes = torch.where(unread, _in_turn(t, k, experts, routes.device), routes)
     own = own_part(routes, t // parallel_state.get_tensor_model_parallel_world_size())
     chosen = own.transpose(0, 1).flatten(1).long() + 1  # [L, rows]; 0 is none

@@ -120,21 +120,22 @@ class CostModel:
 def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     """Of the first adapter. Prompts and answers take half of the longest answer, which is a guess.
 
-    The trainer computes a group's prompt once (`collate.Tree`), in passes that train and that score (`learn.annotate`).
+    The trainer computes a group's prompt once (`collate.Tree`) and predicts its answers, in passes that train and that
+    score (`learn.annotate`).
     """
     adapter, tp, algorithm = config.adapters[0], config.rollout.tp, config.adapters[0].algorithm
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
     nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
     n, prompt = adapter.sampling.n_samples, longest // 2
     answer = longest - prompt
-    tokens, pairs = prompt + n * answer, prompt**2 // 2 + n * answer * (prompt + answer // 2)
+    tokens, read, pairs = prompt + n * answer, n * answer, prompt**2 // 2 + n * answer * (prompt + answer // 2)
     critics = [PassSizes.of(shape, replace(adapter.spec(""), value_head=True))] * algorithm.has_critic
     scored = [sizes] * (algorithm.needs_prox(adapter.minibatches) or adapter.dropout > 0) + critics
     if algorithm.kl_coef > 0 and algorithm.teacher is None:
         scored.append(sizes if algorithm.has_reference else PassSizes.of(shape, None))
-    passes, again = sum(each.forward(tokens, pairs) for each in scored), config.trainer.recompute
+    passes, again = sum(each.forward(tokens, pairs, read) for each in scored), config.trainer.recompute
     for each in [sizes, *critics]:
-        passes += each.training(tokens, pairs)
+        passes += each.training(tokens, pairs, read)
         passes += each.recompute(tokens, 0 if again == "selective" else pairs) if again != "none" else 0
     server = next(m for m in memory.job_memory(config, shape) if m.role == "rollout")
     kv_tokens = memory.kv_tokens(config, shape, server)

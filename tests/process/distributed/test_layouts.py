@@ -399,9 +399,10 @@ def test_adapter_scores_like_transformers(world: World, name: str) -> None:
     base, cool, step = world.truth(BY_NAME[name].kind)
     # The bound means something only if the adapter matters much more than it.
     assert error(base, step.logprobs) > 1000 * LOGPROB_TOLERANCE
-    bounds = make_batch(world.rows).cu_seqlens
+    bounds, mask = (batch := make_batch(world.rows)).cu_seqlens, batch.loss_mask
     for rank in world.ranks(name):
         assert error(rank["lora"], step.logprobs) < LOGPROB_TOLERANCE
+        assert error(rank["on_mask"], step.logprobs * mask) < LOGPROB_TOLERANCE
         assert error(rank["lora_cool"], cool) < LOGPROB_TOLERANCE
         assert not rank["lora"][bounds[:-1]].any()
         assert error(rank["single"], step.logprobs[bounds[3] : bounds[4]]) < LOGPROB_TOLERANCE

@@ -181,8 +181,18 @@ def own_part(engine: AdapterEngine, batch: TrainBatch, minibatches: int = 1) -> 
     return replace(batch, held=held, **{name: x[tokens] for name, x in columns.items() if x is not None})
 
 
-def scores(engine: AdapterEngine, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities of the whole batch: a rank has those of its part, and 0, above all others, for the rest."""
+def every_token(batch: TrainBatch) -> TrainBatch:
+    return replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+
+
+def scores(
+    engine: AdapterEngine, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0, masked: bool = False
+) -> np.ndarray:
+    """Log-probabilities of the whole batch: a rank has those of its part, and 0, above all others, for the rest.
+
+    Of all tokens, or those on the mask.
+    """
+    batch = batch if masked else every_token(batch)
     own = engine.logprobs(batch, adapter=adapter, temperature=temperature)
     if batch.held is not None:
         assert not own[~batch.held.repeat_interleave(batch.cu_seqlens.diff())].any()
@@ -273,6 +283,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     seen["loaded"] = numpy_of(engine.export_adapter("a"))
     frozen = frozen_weights(engine)
     seen["lora"] = scores(engine, batch, adapter="a")
+    seen["on_mask"] = scores(engine, batch, adapter="a", masked=True)
     seen["lora_cool"] = scores(engine, batch, adapter="a", temperature=TEMPERATURE)
     # One sequence: with data parallelism all other ranks run padding only.
     seen["single"] = scores(engine, make_batch(make_rows()[3:4]), adapter="a")
@@ -459,7 +470,7 @@ def critic(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
     seen["at_first"] = engine.values(batch, adapter="critic").numpy()
     engine.load_adapter("critic", {**adapter, **random_head()})
     seen["loaded"] = numpy_of(engine.export_adapter("critic"))
-    seen["values"] = engine.values(batch, adapter="critic").numpy()
+    seen["values"] = engine.values(every_token(batch), adapter="critic").numpy()
     seen["a"], seen["a_scores"] = numpy_of(engine.export_adapter("a")), scores(engine, batch, adapter="a")
     seen["stats"] = engine.forward_backward(mine, value_loss_fn)
     seen["grads"] = numpy_of(export_gradients(engine, "critic"))

@@ -13,6 +13,7 @@ from areal_lora.config.sections.run import ServedAs
 from tests.support.distributed.engine_ranks import (
     Case,
     build,
+    every_token,
     forget_layout,
     frozen_weights,
     make_batch,
@@ -31,7 +32,7 @@ def score_as_served(paths: dict[str, str], cases: list[Case], wires: dict[str, d
     for case in cases:
         engine = build(paths[case.model], case)
         engine.load_adapter("a", {n: torch.from_numpy(v) for n, v in wires[case.kind].items()})
-        batch, frozen, seen = own_part(engine, make_batch(make_rows())), frozen_weights(engine), {}
+        batch, frozen, seen = own_part(engine, every_token(make_batch(make_rows()))), frozen_weights(engine), {}
         for kind in KINDS:
             own = engine.served(batch, kind, adapter="a" if kind == "merged" else None)
             dist.all_reduce(own, dist.ReduceOp.MIN)

@@ -19,6 +19,7 @@ from areal_lora.trainer.versions.checkpointing import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,
+    every_token,
     forget_layout,
     loss_fn,
     make_batch,
@@ -50,12 +51,13 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         trainer = TrainerConfig(max_tokens_per_microbatch=150, **sizes)
         engine = MegatronEngine(ModelConfig(path=model, dtype="float32"), trainer, torch.device("cpu"))
         adapter, batch, seen = adapter_of(model, folder, rank, alpha), make_batch(make_rows()), {}
+        every = every_token(batch)
         engine.add_adapter(adapter.spec, OptimizerConfig(lr=OPTIMIZER.lr), seed=1)
         warm_start(engine, adapter, seed=1)
         start(engine, adapter, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
-        seen["logprobs"] = engine.logprobs(batch, adapter="a").numpy()
+        seen["logprobs"] = engine.logprobs(every, adapter="a").numpy()
         scored, base = (
             split_rows(engine.logprobs(adapter.probe, adapter=name), adapter.probe.cu_seqlens) for name in ("a", None)
         )
@@ -63,10 +65,10 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         engine.forward_backward(batch, loss_fn, need_entropy=True)
         engine.optim_step("a", 50.0, OPTIMIZER.lr)
         seen["stepped"] = numpy_of(engine.export_adapter("a"))
-        annotated = annotate(engine, adapter, batch)
+        annotated = annotate(engine, adapter, every)
         assert annotated.ref_logprobs is not None
         seen["reference"] = annotated.ref_logprobs.numpy()
-        seen["moved"] = engine.logprobs(batch, adapter="a").numpy()
+        seen["moved"] = engine.logprobs(every, adapter="a").numpy()
         results[case] = seen
         forget_layout()
     return results

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
@@ -47,6 +49,27 @@ def world() -> Iterator[None]:
 def engine_of(folder: Path, dtype: Any = "float32", **trainer: Any) -> FsdpEngine:
     config = TrainerConfig(engine="fsdp", world_size=1, **trainer)
     return FsdpEngine(ModelConfig(path=str(folder), dtype=dtype), config, CPU)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_rank_copies_no_weight_in_a_pass_unless_they_are_on_the_host(
+    world: None, tmp_path: Path, offload: bool
+) -> None:
+    """fully_shard over one rank would copy every parameter, forward and backward."""
+    engine, copied = engine_of(save("llama", tmp_path), cpu_offload=offload), set[int]()
+    module: Any = engine._model.module
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    places = {p.data_ptr() for p in held}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                copied.add(args[1].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        engine.logprobs(scoring_batch(ROWS, "a"), adapter=None)
+    assert len(places & copied) == (len(held) if offload else 0)
 
 
 def one_by_one(folder: Path, dtype: torch.dtype) -> torch.Tensor:
@@ -139,7 +162,9 @@ def test_a_bf16_base_computes_with_the_newest_weights_and_adds_gradients_in_fp32
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_each_layer_is_gathered_while_the_one_before_computes(world: None, tmp_path: Path, recompute: str) -> None:
     """By the names that torch gives to what it does."""
-    engine = engine_of(save("qwen3_moe", tmp_path), recompute=recompute)
+    engine = engine_of(
+        save("qwen3_moe", tmp_path), recompute=recompute, cpu_offload=True
+    )  # one rank has no unit otherwise
     engine.add_adapter(SPEC, OptimizerConfig(lr=0.1), seed=1)
     batch = scoring_batch(ROWS, "a")
     engine.logprobs(batch, adapter="a")  # the first pass makes what later ones use
@@ -177,7 +202,8 @@ def test_passes_are_timed_and_their_operations_counted(
     tokens = 37 + 27 + 3 - 17
     pairs = sum(range(38)) + sum(range(28)) - sum(range(18)) + sum(range(4))
     adapted, base = PassSizes.of(shape, spec), PassSizes.of(shape, None)
-    flops = adapted.training(tokens, pairs) + base.forward(tokens, pairs)
+    read = tokens - 2  # the first token of a start is one
+    flops = adapted.training(tokens, pairs, read) + base.forward(tokens, pairs, read)
     again = {"selective": adapted.recompute(tokens, 0), "full": adapted.recompute(tokens, pairs)}
     assert dict(engine.spans.counts) == {"flops": flops} | (
         {"recomputed_flops": again[recompute]} if recompute in again else {}

@@ -65,6 +65,8 @@ def test_torch_counts_the_same(model: dict[str, Any], adapted: bool) -> None:
     forward, backward = counted(model, adapted=adapted)
     assert sizes.forward(TOKENS, TOKENS**2) == forward
     assert sizes.training(TOKENS, TOKENS**2) == forward + backward
+    unread = int(model["hidden_size"]) * int(model["vocab_size"])
+    assert sizes.training(TOKENS, TOKENS**2) - sizes.training(TOKENS, TOKENS**2, TOKENS - 1) == 4 * unread
 
 
 def test_recompute_leaves_out_the_output_layer_and_a_critic_has_none() -> None:

@@ -17,7 +17,7 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.config.sizing.activations import in_flight, pass_elements
+from areal_lora.config.sizing.activations import in_flight, layer_elements, pass_elements
 from areal_lora.config.sizing.memory import (
     GIB,
     PACKED,
@@ -31,6 +31,7 @@ from areal_lora.config.sizing.memory import (
 from areal_lora.config.sizing.slots import seats_of, send_places
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
+from areal_lora.engine.layers.active import Dropout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
@@ -38,6 +39,7 @@ from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.strided import MEASURED_BYTES
 from areal_lora.weight_sync.trainer.gathering import by_place
+from tests.support.engine.alive import Alive
 from tests.support.paths import EXAMPLES
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
@@ -75,6 +77,10 @@ def test_fsdp_shards_the_base_and_gathers_one_layer_twice_and_the_next_one() -> 
     assert part(rank, "base weights") == pytest.approx(30.532e9 * 2 / 16, rel=0.001)
     layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 128 * (32 + 4) + 128 * 2048  # experts, attention, router
     assert part(rank, "gathered layer") == pytest.approx(3 * 2 * layer, rel=0.001)
+    whole = estimate(*sizes, "trainer.fsdp_shard=1")["trainer rank"]
+    assert part(whole, "gathered layer") == 0
+    offloaded = estimate(*sizes, "trainer.fsdp_shard=1", "trainer.cpu_offload=true")["trainer rank"]
+    assert part(offloaded, "gathered layer") == part(rank, "gathered layer")
     copies = estimate(*sizes, "trainer.fsdp_shard=4")["trainer rank"]
     assert copies.device - rank.device == pytest.approx(3 * part(rank, "base weights"), rel=0.001)
     away = estimate(*sizes, "trainer.cpu_offload=true")["trainer rank"]
@@ -526,9 +532,9 @@ def test_a_step_of_a_server_is_as_long_as_configured_where_prompts_are_split() -
 def test_one_device_for_trainer_and_server() -> None:
     facts = Facts(hf_config=known_config("Qwen/Qwen2.5-1.5B-Instruct"))
     assert check(load_config([ONE_GPU]), facts) == ()
-    [tight] = check(load_config([ONE_GPU], ["rollout.gpu_memory_utilization=0.7"]), facts)
+    [tight] = check(load_config([ONE_GPU], ["rollout.gpu_memory_utilization=0.75"]), facts)
     assert (tight.path, tight.severity) == ("rollout.gpu_memory_utilization", Severity.WARNING)
-    assert "0.7 leaves 7 of 24 GiB to the trainer rank on the same device" in tight.reason
+    assert "0.75 leaves 6 of 24 GiB to the trainer rank on the same device" in tight.reason
     [full] = check(load_config([ONE_GPU], ["rollout.gpu_memory_utilization=0.9"]), facts)
     assert (full.path, full.severity) == ("rollout.gpu_memory_utilization", Severity.ERROR)
     [cache] = check(load_config([ONE_GPU], ["rollout.kv_cache_gib=6"]), facts)
@@ -570,3 +576,16 @@ def test_a_pass_takes_keys_and_values_for_each_part_of_a_row(cp: int, elements: 
     shape = ModelShape.from_hf(known_config("Qwen/Qwen2.5-72B-Instruct") or {})
     config = load_config([MOE], [f"trainer.cp={cp}", "trainer.tp=2", "trainer.ep=1"])
     assert pass_elements(config, shape, 0) == (elements + 8192) / 2
+
+
+def test_dropout_keeps_a_byte_of_each_input_of_lora_a_and_makes_masks_of_24() -> None:
+    """Of attention's two inputs and of gate and up 8192 each, of down 29568."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen2.5-72B-Instruct") or {})
+    keys = ["trainer.recompute=none", "trainer.tp=1", "trainer.ep=1"]
+    plain, dropping = (load_config([MOE], [*keys, f"adapters.0.dropout={rate}"]) for rate in (0.0, 0.05))
+    assert 2 * (layer_elements(dropping, shape, 0) - layer_elements(plain, shape, 0)) == 3 * 8192 + 29568
+    with Alive() as made:
+        Dropout(rate=0.05, seed=1).keep(torch.zeros(64, dtype=torch.int64), 5, 4096)
+    buffer = (pass_elements(dropping, shape, 0) - 8192) * 2
+    assert buffer / 29568 == pytest.approx(made.peak / (64 * 4096), rel=0.01)
+    assert pass_elements(plain, shape, 0) == 3 * 29568 + 8192

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import PackedMicroBatch, pack, to_sequences
 from areal_lora.engine.layers.context import ContextGroup
-from tests.support.distributed.engine_ranks import make_batch
+from tests.support.distributed.engine_ranks import every_token, make_batch
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34], [31, 32, 43]]
 TREES = ((Tree(sequences=(2, 3), shared=2), Tree(sequences=(1,), shared=0)), (Tree(sequences=(0,), shared=0),))
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def packed_on(device: torch.device = CPU) -> PackedMicroBatch:
-    return pack(make_batch(ROWS), PLAN, 0, device)
+    return pack(every_token(make_batch(ROWS)), PLAN, 0, device)
 
 
 def test_a_shared_start_stands_once_and_positions_restart_in_each_branch() -> None:
@@ -51,6 +52,33 @@ def test_a_shared_prediction_gets_the_gradient_of_each_sequence() -> None:
     assert values.grad.tolist() == [11, 2, 3, 20]
 
 
+@pytest.mark.parametrize(
+    ("firsts", "sources", "targets", "read"),
+    [
+        ((2, 2), [1, 2, 1], [33, 34, 43], [0, 0, 33, 34, 0, 0, 43, 0]),
+        ((1, 9), [0, 1, 2], [32, 33, 34], [0, 32, 33, 34, 0, 0, 0, 0]),  # of a start for one of its sequences
+        ((9, 9), [], [], [0] * 8),
+    ],
+)
+def test_only_tokens_that_a_loss_reads_are_predicted(
+    firsts: tuple[int, int], sources: list[int], targets: list[int], read: list[int]
+) -> None:
+    """The mask of the sequences of the tree starts at their tokens ``firsts``, that of others nowhere."""
+    each = zip(ROWS, (9, 9, *firsts), strict=True)
+    mask = torch.cat([torch.arange(len(row)) >= first for row, first in each])
+    routes = torch.zeros(len(mask), 1, 2, dtype=torch.int16)
+    batch = replace(make_batch(ROWS), loss_mask=mask, routes=routes)
+    packed = pack(batch, PLAN, 0, CPU)
+    assert (packed.sources.tolist(), packed.targets.tolist()) == (sources, targets)
+    assert to_sequences(packed.targets.float(), packed).tolist() == read
+    assert packed.followed is not None
+    assert set(packed.followed.tolist()) == {0, 1, 2}, "attention reads them whatever the mask"
+    parts = [pack(batch, PLAN, 0, CPU, ContextGroup(rank=rank, size=2)) for rank in (0, 1)]
+    assert sum(len(part.sources) for part in parts) == len(sources)
+    by_client = pack(replace(batch, weights=mask.float()), PLAN, 0, CPU)
+    assert by_client.targets.tolist() == [32, 33, 34, 43], "clients get the log-probabilities of all tokens"
+
+
 def test_the_trees_of_an_adapter_follow_each_other() -> None:
     batch = make_batch(ROWS)
     mixed = replace(batch, adapters=("c", "b", *("a",) * (batch.n_sequences - 2)))
@@ -79,7 +107,7 @@ def test_a_rank_without_sequences_gets_padding_of_the_same_size() -> None:
 
 
 def test_a_batch_is_packed_on_the_host_whatever_the_default_device_is() -> None:
-    batch, want = make_batch(ROWS), packed_on()
+    batch, want = every_token(make_batch(ROWS)), packed_on()
     torch.set_default_device("meta")
     try:
         got = pack(batch, PLAN, 0, CPU)
@@ -106,7 +134,7 @@ def test_a_batch_reaches_the_device_that_was_asked_for() -> None:
 
 
 def test_kept_ids_lie_with_the_predictions_of_their_tokens() -> None:
-    batch = make_batch(ROWS)
+    batch = every_token(make_batch(ROWS))
     kept = batch.token_ids[:, None] + torch.tensor([[0, 100]], dtype=torch.int32)
     for rank, want in ((None, [32, 33, 34, 43]), (0, [32]), (1, [33, 34, 43])):
         context = None if rank is None else ContextGroup(rank=rank, size=2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_lora.data.collate import MicroPlan, Tree
 from areal_lora.engine.layers.attention import PackedMicroBatch, attend, pack, to_sequences
 from areal_lora.engine.layers.context import ContextGroup
-from tests.support.distributed.engine_ranks import make_batch
+from tests.support.distributed.engine_ranks import every_token, make_batch
 from tests.support.engine.layers import plain_attention
 
 ROWS = [[7] * 9 + [1, 2], [7] * 9 + [3], [7] * 9 + [4, 5, 6, 7, 8], [9, 9, 1], [5] * 23, [2]]
@@ -25,7 +25,7 @@ CPU, N = torch.device("cpu"), 60
 
 
 def whole_and_parts(size: int) -> tuple[PackedMicroBatch, list[PackedMicroBatch]]:
-    batch, plan = make_batch(ROWS), MicroPlan(trees=(TREES,), n_tokens=N)
+    batch, plan = every_token(make_batch(ROWS)), MicroPlan(trees=(TREES,), n_tokens=N)
     groups = (ContextGroup(rank=rank, size=size) for rank in range(size))
     return pack(batch, plan, 0, CPU), [pack(batch, plan, 0, CPU, group) for group in groups]
 

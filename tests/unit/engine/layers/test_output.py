@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lora.config.sizing import activations
 from areal_lora.engine.layers import output as module
@@ -93,6 +94,28 @@ def test_memory_is_that_of_a_chunk(dtype: torch.dtype, monkeypatch: pytest.Monke
     print(f"most bytes alive: {made.peak / 2**20:.1f} MiB")
     assert made.peak < activations.chunk_bytes(2**18, hidden.itemsize) + 2**18  # and small ones
     assert before == activations.CHUNK
+
+
+def test_entropies_take_one_more_pass_over_the_logits_backward() -> None:
+    hidden, weight, bias, targets, _ = inputs()
+
+    class Passes(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            self.n += isinstance(made, Tensor) and made.shape == (len(ROWS), VOCAB)
+            return made
+
+    counts = []
+    for entropy in (False, True):
+        found = predictions(hidden.requires_grad_(), weight, bias, ROWS, targets, Readout(0.7, entropy))
+        with Passes() as passes:
+            found.sum().backward()
+        counts.append(passes.n)
+    plain, both = counts
+    assert plain > 3
+    assert both == plain + 1
 
 
 def sharded(temperature: float) -> list[Any]:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import get_args
 
 import pytest
+import torch
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import TrainerConfig
@@ -83,7 +84,11 @@ def test_the_trainer_computes_what_an_engine_counts(
         ],
     )
     rows = [[1] * 15_000 + [2 + answer] * 15_000 for answer in range(4)]
-    batch, layout = scoring_batch(rows, "a"), ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0)
+    mask = torch.tensor([False] * 15_000 + [True] * 15_000).repeat(4)
+    batch, layout = (
+        replace(scoring_batch(rows, "a"), loss_mask=mask),
+        ParallelLayout.of(TrainerConfig(world_size=1), layers=1, experts=0),
+    )
     sizes = {"a": PassSizes.of(SHAPE, config.adapters[0].spec(""))}
     passes = [recompute] * trained + [None] * scored
     flops = sum(flops_of(plans_of(batch, layout, 75_000), batch, sizes, kind).total() for kind in passes)

@@ -1,17 +1,18 @@
-"""Norms and rotations that our functions may compute."""
+"""Norms, rotations and MLPs that our functions may compute."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import CohereConfig, GlmConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import CohereConfig, GlmConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm.modeling_glm import GlmAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm
 
-from areal_lora.engine.fsdp_utils import model
+from areal_lora.engine.fsdp_utils import fused
 
 
 def test_norms_with_the_usual_formula_are_fused() -> None:
@@ -29,10 +30,40 @@ def test_norms_with_the_usual_formula_are_fused() -> None:
         nn.init.normal_(norm.weight)
     layers[2].gate = nn.Linear(16, 16)
     before = [norm(x) for norm in layers]
-    model.fuse_norms(layers)
+    fused.fuse_norms(layers)
     assert ["forward" in vars(norm) for norm in layers] == [True, False, False, False]
     for norm, values in zip(layers, before, strict=True):
         torch.testing.assert_close(norm(x), values, atol=1e-6, rtol=1e-6)
+
+
+def test_gated_mlps_keep_three_tensors_and_every_bit() -> None:
+    """In bfloat16, forward and backward; others have another activation, or a factor."""
+
+    class Scaled(Qwen3MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * super().forward(x)
+
+    torch.manual_seed(5)
+    print("seed 5")
+    config = Qwen3Config(hidden_size=16, intermediate_size=24)
+    layers = nn.ModuleList([Qwen3MLP(config), Scaled(config), Qwen3MLP(Qwen3Config(hidden_act="gelu"))]).bfloat16()
+    layers.requires_grad_(False)
+    x, weights = torch.randn(2, 1, 7, 16).bfloat16()
+    x.requires_grad_()
+
+    def results() -> tuple[list[torch.Tensor], int]:
+        kept = list[torch.Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = layers[0](x)
+        places = {t.data_ptr() for t in kept if t.shape[-1] == 24 and t.shape[:-1].numel() == 7}
+        return [out, *torch.autograd.grad((out * weights).sum(), x)], len(places)
+
+    before, four = results()
+    fused.fuse_mlps(layers)
+    assert ["forward" in vars(layer) for layer in layers] == [True, False, False]
+    after, fewer = results()
+    assert all(map(torch.equal, after, before))
+    assert four - fewer == 1
 
 
 def test_the_usual_rotation_is_fused_in_this_model_alone() -> None:
@@ -55,7 +86,7 @@ def test_the_usual_rotation_is_fused_in_this_model_alone() -> None:
     )
     other = Qwen3MoeAttention(config_of(Qwen3MoeConfig), 0)
     other.load_state_dict(layers[0].state_dict())
-    model.fuse_rotations(layers)
+    fused.fuse_rotations(layers)
     assert ["forward" in vars(layer) for layer in layers] == [True, False, False]
     own = modeling_qwen3_moe.apply_rotary_pos_emb
     assert "forward" not in vars(other)
