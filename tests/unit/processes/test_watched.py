@@ -45,6 +45,7 @@ SHORT = {
     "weight_sync/link/broadcast_groups.py:start_leaving": "one group each; close_all waits for their ends",
     "launcher/simulation/simulate.py:_World.outcome": "a simulated controller's leases in a TaskGroup that is awaited",
     "launcher/simulation/simulate.py:_World._train": "one simulated publish; the next step awaits it",
+    "rollout/agents.py:_events": "the next event of one stream, which waits for it and cancels it at its end",
     "weight_sync/trainer/fleet.py:Fleet.dismiss": "one request to each server; else it waits for its grace",
     "weight_sync/admin_client.py:RequestRelay.send": "one request to each server below; it waits for their answers",
     "engine/vllm_ext/server/admin_routes.py:AdminPlane.relay": "the requests of one relay request; it is awaited",
