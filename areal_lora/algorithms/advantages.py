@@ -384,19 +384,6 @@ def _by_critic(
     return advantages, returns
 
 
-def explained_variance(batch: TrainBatch) -> float | None:
-    """``1 - Var(returns - values) / Var(returns)`` over the batch's sampled tokens; None without critic or variance.
-
-    1: the critic's values before the step were the returns; 0: no better than their mean.
-    """
-    if batch.values is None or batch.returns is None:
-        return None
-    mask = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens, batch.n_tokens)
-    values, returns = batch.values[mask].double(), batch.returns[mask].double()
-    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-    return 1.0 - float((returns - values).var(correction=0)) / variance if variance else None
-
-
 def _kl_cost(shaping: Shaping, batch: TrainBatch, on: Tensor) -> Tensor:
     """The coefficient times the KL divergence of each token, [T] float64, 0 off the mask ``on``."""
     assert batch.ref_logprobs is not None, "annotate() scores the reference before advantages are computed"

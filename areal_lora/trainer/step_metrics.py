@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from areal_lora.algorithms.advantages import explained_variance, sample_rewards
+from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.mismatch import TrainerScores, chain, shifted_share, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
@@ -135,6 +135,19 @@ def of_batch(batch: TrainBatch) -> Metrics:
         "extra/given_fraction": float(batch.given.float().mean()),
         "extra/baseline_mean": None if baselines is None else float(baselines.nanmean()),
     }
+
+
+def explained_variance(batch: TrainBatch) -> float | None:
+    """``1 - Var(returns - values) / Var(returns)`` over the batch's sampled tokens; None without critic or variance.
+
+    1: the critic's values before the step were the returns; 0: no better than their mean.
+    """
+    if batch.values is None or batch.returns is None:
+        return None
+    mask = sampled_mask(batch)
+    values, returns = batch.values[mask].double(), batch.returns[mask].double()
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    return 1.0 - float((returns - values).var(correction=0)) / variance if variance else None
 
 
 def of_learning(report: LearnReport) -> Metrics:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.trainer.companions import improve
 from areal_lora.trainer.learn import annotate, learn
+from areal_lora.trainer.step_metrics import explained_variance
 from areal_lora.types import TrainBatch
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
