@@ -292,8 +292,9 @@ class TrainBatch:
     ``group_ids[i]``, sample ``sample_ids[i]``; those of one sample share its reward and thus its advantage. Its first
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``truncated[i]``:
     whether any trajectory of its sample is. ``baselines[i]``: see `TrajectoryGroup`, NaN where there is none;
-    ``components[i]``: the reward's C named parts. ``values[t]`` is a critic's value of the state before token t,
-    ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``components[i]``: the reward's C named parts, NaN likewise. ``values[t]`` is a critic's value of the state before
+    token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences
+    ``held``.
     ``only``: of all micro-batches passes compute those that have one of these sequences, of which there are some.
     ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice; ``old_routes[t]``: what the
     proximal pass chose. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.

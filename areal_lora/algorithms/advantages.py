@@ -29,7 +29,7 @@ class Samples:
     """The samples of a batch, each counted once however many sequences it has.
 
     ``lengths`` are trained tokens. ``baselines`` are the rewards of greedy answers to the same prompts. ``parts`` are
-    the rewards whose sum with ``weights`` is the whole.
+    the rewards whose sum with ``weights`` is the whole, NaN for an answer to which one does not apply.
     """
 
     rewards: Tensor  # [S] float64
@@ -83,14 +83,17 @@ def grpo(samples: Samples) -> Tensor:
 def gdpo(samples: Samples) -> Tensor:
     """`grpo` of each reward, their sum with the weights, then `batch`: GDPO (Liu et al., arXiv 2601.05242), section 3.
 
-    Answers with equal sums of different rewards keep different advantages. With a single reward it is `grpo`, then
-    `batch`.
+    Answers with equal sums of different rewards keep different advantages. A reward compares the answers to which it
+    applies. With a single reward it is `grpo`, then `batch`.
     """
     parts, weights = samples.parts, samples.weights
     if parts is None or weights is None:
         parts, weights = samples.rewards[:, None], samples.rewards.new_ones(1)
-    each = torch.stack([grpo(replace(samples, rewards=part)) for part in parts.unbind(1)], 1)
-    return batch(replace(samples, rewards=each @ weights))
+    total = torch.zeros_like(samples.rewards)
+    for part, weight in zip(parts.unbind(1), weights, strict=True):
+        on = ~part.isnan()
+        total[on] += weight * grpo(replace(samples, rewards=part[on], group_ids=samples.group_ids[on]))
+    return batch(replace(samples, rewards=total))
 
 
 def maxrl(samples: Samples) -> Tensor:
@@ -349,20 +352,23 @@ def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> 
 
     They are its parts if more answers with several add up to it than answers with any do not: a single one does so by
     chance, such as one turn for a reward of 1. What the others lack, such as a penalty without a name, is one more.
+    So is the whole reward of a sample to which none of several applies: its environment has given it.
     """
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
         return {}
     parts = batch.components.double()[samples][:, [batch.component_names.index(name) for name in names]]
-    factors = [weights.get(name, 1.0) for name in names]
+    rewards, factors = batch.rewards.double()[samples], [*(weights.get(name, 1.0) for name in names), 1.0]
+    rest = torch.where(parts.isnan().all(1), rewards, torch.nan)
     if not weights:
-        rewards, total, n_parts = batch.rewards.double()[samples], parts.sum(1), (parts != 0).sum(1)
+        parts = parts.nan_to_num()
+        total, n_parts = parts.sum(1), (parts != 0).sum(1)
         adds_up = torch.isclose(total, rewards, rtol=1e-5, atol=1e-5)
         differ = int((~adds_up & (n_parts > 0)).sum())
         if differ and int((adds_up & (n_parts > 1)).sum()) <= differ:
             return {}
-        parts, factors = torch.cat([parts, torch.where(adds_up, 0.0, rewards - total)[:, None]], 1), [*factors, 1.0]
-    return {"parts": parts, "weights": parts.new_tensor(factors)}
+        rest = torch.where(adds_up, 0.0, rewards - total)
+    return {"parts": torch.cat([parts, rest[:, None]], 1), "weights": parts.new_tensor(factors)}
 
 
 def _by_critic(

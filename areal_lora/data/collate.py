@@ -67,7 +67,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
             raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
     baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
     names = sorted({name for row in rows for name in row.components})
-    components = [[row.components.get(name, 0.0) for name in names] for row in rows]
+    components = [[row.components.get(name, math.nan) for name in names] for row in rows]
     return TrainBatch(
         token_ids=torch.from_numpy(packed.columns[0]),
         cu_seqlens=torch.from_numpy(cu_seqlens),

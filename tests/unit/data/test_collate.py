@@ -204,17 +204,18 @@ def test_a_sample_is_truncated_if_a_limit_ended_any_of_its_conversations(how: st
 
 
 def test_parts_of_a_reward_are_those_of_their_sequences() -> None:
-    """0 where a sample has none of a name."""
+    """NaN where a sample has none of a name."""
     [a, b], [c] = (group.trajectories for group in GROUPS)
     a, c = replace(a, components={"right": 1.0, "brief": -0.5}), replace(c, components={"right": 0.25})
     groups = [replace(GROUPS[0], trajectories=(a, b)), replace(GROUPS[1], trajectories=(c,))]
     batch = collate(PackedGroups.of(groups))
     assert batch.component_names == ("brief", "right")
     assert batch.components is not None
-    assert batch.components.tolist() == [[-0.5, 1.0], [0.0, 0.0], [0.0, 0.25]]
+    wanted = torch.tensor([[-0.5, 1.0], [torch.nan, torch.nan], [torch.nan, 0.25]])
+    torch.testing.assert_close(batch.components, wanted, rtol=0, atol=0, equal_nan=True)
     chosen = select(batch, [2, 0])
     assert chosen.components is not None
-    assert chosen.components.tolist() == [[0.0, 0.25], [-0.5, 1.0]]
+    torch.testing.assert_close(chosen.components, wanted[[2, 0]], rtol=0, atol=0, equal_nan=True)
     assert collate(PACKED).components is None
 
 
