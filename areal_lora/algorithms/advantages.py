@@ -305,6 +305,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     no credit, and are not compared with sampled ones.
     """
     mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
+    if bool(batch.given.all()):  # `annotate` has scored neither reference nor values
+        return Credit(advantages=torch.zeros_like(mask, dtype=torch.float32))
     if bool(batch.given.any()):
         mask = mask & ~spread(batch.given, cu_seqlens, batch.n_tokens)
     first, sample = find_samples(batch.sample_ids)
@@ -320,16 +322,15 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     if kl is not None and not (advantage.whitened or advantage.critic):
         rewards = rewards - per_sample(sequence_sums(kl, cu_seqlens))
     sampled = ~batch.given[first]
+    compared = Samples(
+        rewards=rewards[sampled],
+        group_ids=batch.group_ids[first][sampled],
+        lengths=lengths[sampled],
+        baselines=None if batch.baselines is None else batch.baselines.double()[first][sampled],
+        **_parts(shaping.weights, batch, first[sampled]),
+    )
     per_sequence = torch.zeros_like(rewards)
-    if bool(sampled.any()):
-        compared = Samples(
-            rewards=rewards[sampled],
-            group_ids=batch.group_ids[first][sampled],
-            lengths=lengths[sampled],
-            baselines=None if batch.baselines is None else batch.baselines.double()[first][sampled],
-            **_parts(shaping.weights, batch, first[sampled]),
-        )
-        per_sequence[sampled] = advantage.of(compared)
+    per_sequence[sampled] = advantage.of(compared)
     values, returns = per_sequence[sample], None
     if advantage.critic:
         per_token, returns = _by_critic(values, kl, shaping.discount, batch, mask)

@@ -99,7 +99,7 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, reco
     ``record``: a proximal pass that it needs also adds its routes, for the policy's update passes alone.
 
     The reference is the base model with the adapter off, or a frozen version (contract C11). A teacher has scored its
-    batches before; one of given answers alone, which have no divergence, has the base's. Collective over all ranks.
+    batches before. Given answers alone have neither divergence nor values. Collective over all ranks.
     """
     temperature, n, old_routes = adapter.config.sampling.temperature, adapter.config.minibatches, None
     # With dropout the training pass is no score of the policy: what is compared with the record needs one.
@@ -108,10 +108,11 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, reco
         batch = replace(batch, prox_logprobs=prox)
     elif adapter.algorithm.needs_prox or adapter.config.dropout:
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
-    if adapter.algorithm.needs_ref and batch.ref_logprobs is None:
+    rewarded = not bool(batch.given.all())
+    if rewarded and adapter.algorithm.needs_ref and batch.ref_logprobs is None:
         reference = reference_of(adapter)
         batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=reference, temperature=temperature))
-    if critic := critic_of(adapter):
+    if rewarded and (critic := critic_of(adapter)):
         batch = replace(batch, values=engine.values(batch, adapter=critic.name))
     credit = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch)
     return replace(batch, advantages=credit.advantages, returns=credit.returns, old_routes=old_routes)
