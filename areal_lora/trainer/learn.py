@@ -58,6 +58,7 @@ class Variants:
 class LearnReport:
     """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
 
+    The sum ``loss`` has the reduction's weights; it belongs to ``divisors``, the sum of the steps' denominators.
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
@@ -229,7 +230,7 @@ def learn(
     replays_old = batch.old_routes is not None
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
-    totals: Counter[str] = Counter()
+    totals: Counter[str] = Counter(divisors=0)
     stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     only = torch.zeros(batch.n_sequences, dtype=torch.bool, device=HOST)
@@ -263,10 +264,11 @@ def learn(
             engine.discard_gradients(adapter.name)
             continue
         longest = adapter.config.sampling.max_new_tokens
-        divisor = scale * denominator(trained, minibatch.cu_seqlens, reduction, longest)
+        divisor = denominator(trained, minibatch.cu_seqlens, reduction, longest)
+        totals.update({"divisors": divisor})
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
-        stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
+        stats = engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values
         skipped.append(stats["skipped"])
         # The values before the step are along the critic's own routes.
         totals.update(improve(engine, adapter, replace(minibatch, routes=None) if replays_old else minibatch, lr))

@@ -151,15 +151,15 @@ def explained_variance(batch: TrainBatch) -> float | None:
 
 
 def of_learning(report: LearnReport) -> Metrics:
-    """``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
-    tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
-    ``value_loss`` is half the squared error of a critic's values per trained token. ``router_flips`` is the share of
-    pairs (token, layer) for which the trainer's router chooses other experts than the routes that it replays, in
-    micro-batches with audited sequences.
+    """``loss`` is the objective in its reduction. ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
+    sampled tokens; ``mismatch_fresh`` is the same over tokens of the trained version, where only numerics differ;
+    ``mismatch_stale`` is the same over older tokens. ``value_loss`` is half the squared error of a critic's values per
+    trained token. ``router_flips`` is the share of pairs (token, layer) for which the trainer's router chooses other
+    experts than the routes that it replays, in micro-batches with audited sequences.
     """
     votes, share = shifted_share(report.sums)
     return {
-        "train/loss": report.per_token("loss"),
+        "train/loss": report.mean("loss", "divisors"),
         "train/grad_norm": report.grad_norm,
         "train/lr": report.lr,
         "train/clip_fraction": report.per_sampled_token("clipped"),

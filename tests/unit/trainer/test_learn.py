@@ -331,6 +331,19 @@ def test_the_correction_of_a_step_is_chosen_by_the_mismatch_of_the_one_before() 
     assert of_learning(report)["train/correction"] == 2
 
 
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_the_loss_of_several_minibatches_is_divided_by_the_sum_of_their_denominators(reduction: str) -> None:
+    """Of given answers: the mean negative log-probability in that reduction."""
+    batch = replace(make_batch(), given=torch.ones(4, dtype=torch.bool))
+    engine = RecordedEngine(batch.rollout_logprobs)
+    found = of_learning(_learn(engine, make_adapter(reduction=reduction, minibatches=2), batch))["train/loss"]
+    rows = [(-batch.rollout_logprobs[a + 1 : b]).tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    sums, longest = [sum(row) for row in rows], make_adapter().config.sampling.max_new_tokens
+    means = [total / len(row) for total, row in zip(sums, rows, strict=True)]
+    wanted = {"token": sum(sums) / 7, "sequence": sum(means) / 4, "constant": sum(sums) / (4 * longest)}
+    assert found == pytest.approx(wanted[reduction], rel=1e-5)
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_entropies_are_reported_in_the_order_of_the_batch_where_the_algorithm_needs_them(minibatches: int) -> None:
     batch = make_batch()
