@@ -231,7 +231,8 @@ class Trajectory:
 
     ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
     sample (an agent's conversations) have the same reward. The answer of a ``given`` trajectory is the data set's:
-    its log-probabilities and versions are those of the version that scored it, and it is imitated.
+    its log-probabilities and versions are those of the version that scored it, and it is imitated. ``turn_rewards`` are
+    pairs of the index of a turn's last token and the part of the reward that the turn earned.
     """
 
     uid: str
@@ -246,6 +247,7 @@ class Trajectory:
     correct: bool | None = None  # None: not scored, or no rule for it
     given: bool = False
     cause: Cause = Cause.OTHER  # of an outcome that is not ok
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
     def truncated(self) -> bool:
@@ -318,6 +320,7 @@ class TrainBatch:
     baselines: torch.Tensor | None = None  # [N] fp32
     components: torch.Tensor | None = None  # [N, C] fp32
     component_names: tuple[str, ...] = ()  # [C]
+    turn_rewards: torch.Tensor | None = None  # [T] fp32, 0 but at a turn's last token; None: no turn has its own
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
     values: torch.Tensor | None = None  # [T] fp32

@@ -116,7 +116,8 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, reco
     if rewarded and (critic := critic_of(adapter)):
         batch = replace(batch, values=engine.values(batch, adapter=critic.name))
     credit = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch)
-    return replace(batch, advantages=credit.advantages, returns=credit.returns, old_routes=old_routes)
+    credited = replace(batch, advantages=credit.advantages, returns=credit.returns, turn_rewards=None)
+    return replace(credited, old_routes=old_routes)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

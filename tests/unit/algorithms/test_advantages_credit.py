@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from dataclasses import replace
 
@@ -121,6 +122,33 @@ def test_a_critics_credit_equals_the_loop(seed: int, shaping: Shaping, discount:
     first = [a or 0.0 for a in want_a[: len(rows[0].mask)]]
     if lengths[rows[0].sample] == sum(rows[0].mask):
         assert alone.advantages.tolist() == pytest.approx(first, abs=2e-6)
+
+
+@pytest.mark.parametrize("discount", [Discount(gamma=1.0, lam=1.0), Discount(gamma=0.97, lam=0.9)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_critic_sees_what_a_turn_earned_at_its_last_token(seed: int, discount: Discount) -> None:
+    """Returns by the definition, sum by sum: an earlier turn's reward is none of a later token's."""
+    rows, rng, want = draw_rows(seed), random.Random(seed), []
+    turns = [[rng.choice([0.0, -1.0, 2 * rng.random()]) * rng.choice([0, on]) for on in row.mask] for row in rows]
+    for row, earned in zip(rows, turns, strict=True):
+        on = [t for t, trained in enumerate(row.mask) if trained]
+        rewards = [earned[t] for t in on]
+        rewards[-1] += row.reward - sum(earned)
+        values = [*(row.value[t] for t in on), 0.0]
+        deltas = [r + discount.gamma * values[i + 1] - values[i] for i, r in enumerate(rewards)]
+        factor, found = discount.gamma * discount.lam, dict.fromkeys(range(len(row.mask)), 0.0)
+        for i, t in enumerate(on):
+            found[t] = values[i] + sum(factor ** (j - i) * delta for j, delta in enumerate(deltas) if j >= i)
+        want += found.values()
+    plain = batch_of(rows)
+    batch = replace(plain, turn_rewards=torch.tensor([r for row in turns for r in row], dtype=torch.float64))
+    shaping = replace(PLAIN, discount=discount, overlong_penalty=0.0)
+    credit = token_credit(ADVANTAGES["gae"], shaping, batch)
+    assert credit.returns is not None
+    assert credit.returns.tolist() == pytest.approx(want, abs=2e-6), f"seed {seed}"
+    for name in sorted({*ADVANTAGES} - {"gae"}):
+        same = token_credit(ADVANTAGES[name], PLAIN, batch).advantages
+        assert torch.equal(same, token_credit(ADVANTAGES[name], PLAIN, plain).advantages), name
 
 
 def test_what_is_no_action_has_no_share_in_a_critics_credit() -> None:

@@ -203,6 +203,25 @@ def test_a_sample_is_truncated_if_a_limit_ended_any_of_its_conversations(how: st
     assert not collate(PACKED).truncated.any()
 
 
+def test_rewards_of_turns_are_at_their_tokens_and_records_without_them_are_readable() -> None:
+    [a, b], [c] = (group.trajectories for group in GROUPS)
+    groups = [
+        replace(GROUPS[0], trajectories=(a, replace(b, turn_rewards=((2, -1.0),)))),
+        replace(GROUPS[1], trajectories=(replace(c, turn_rewards=((4, 0.5), (5, 0.25), (5, 0.125))),)),
+    ]
+    groups = msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[TrajectoryGroup])
+    packed = PackedGroups.of(groups)
+    rows = msgspec.msgpack.decode(msgspec.msgpack.encode(packed.rows), type=list[TrajectoryRow])
+    batch = collate(msgspec.structs.replace(packed, rows=rows))
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [0.0] * 7 + [-1.0] + [0.0] * 4 + [0.5, 0.375]
+    assert select(batch, [2, 0]).turn_rewards.tolist() == [0.0] * 4 + [0.5, 0.375] + [0.0] * 5
+    assert collate(PACKED).turn_rewards is None
+    earlier = msgspec.msgpack.decode(msgspec.msgpack.encode(a))
+    del earlier["turn_rewards"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(earlier), type=Trajectory) == a
+
+
 def test_parts_of_a_reward_are_those_of_their_sequences() -> None:
     """NaN where a sample has none of a name."""
     [a, b], [c] = (group.trajectories for group in GROUPS)

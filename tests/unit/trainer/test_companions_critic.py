@@ -45,6 +45,15 @@ def test_the_returns_of_a_reward_at_the_end_are_the_reward() -> None:
     assert explained_variance(batch) == pytest.approx(0.0, abs=1e-7), "a constant explains nothing"
 
 
+def test_rewards_of_turns_reach_the_returns_and_no_pass() -> None:
+    engine, batch = RecordedEngine(make_batch().rollout_logprobs), make_batch()
+    turns = torch.zeros(batch.n_tokens).index_fill(0, torch.tensor([6]), 0.25)  # of the third answer, of 1 in all
+    found = annotate(engine, make_adapter(kind="ppo"), replace(batch, turn_rewards=turns))
+    assert found.returns is not None
+    assert found.returns[5:9].tolist() == [0.0, 1.0, 0.75, 0.75]
+    assert found.turn_rewards is None
+
+
 def test_given_answers_have_no_share_and_alone_they_move_nothing() -> None:
     engine = RecordedEngine(make_batch().rollout_logprobs)
     adapter, batch = annotated(engine)
