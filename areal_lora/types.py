@@ -231,7 +231,8 @@ class Trajectory:
 
     ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
     sample (an agent's conversations) have the same reward. The answer of a ``given`` trajectory is the data set's:
-    its log-probabilities and versions are those of the version that scored it, and it is imitated.
+    its log-probabilities and versions are those of the version that scored it, and it is imitated. ``turn_rewards`` are
+    pairs of the index of a turn's last token and the part of the reward that the turn earned.
     """
 
     uid: str
@@ -246,6 +247,7 @@ class Trajectory:
     correct: bool | None = None  # None: not scored, or no rule for it
     given: bool = False
     cause: Cause = Cause.OTHER  # of an outcome that is not ok
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
     def truncated(self) -> bool:
@@ -292,8 +294,9 @@ class TrainBatch:
     ``group_ids[i]``, sample ``sample_ids[i]``; those of one sample share its reward and thus its advantage. Its first
     ``shared_starts[i]`` tokens (or more) are those of the one before. ``given[i]``: see `Trajectory`. ``truncated[i]``:
     whether any trajectory of its sample is. ``baselines[i]``: see `TrajectoryGroup`, NaN where there is none;
-    ``components[i]``: the reward's C named parts. ``values[t]`` is a critic's value of the state before token t,
-    ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences ``held``.
+    ``components[i]``: the reward's C named parts, NaN likewise. ``values[t]`` is a critic's value of the state before
+    token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences
+    ``held``.
     ``only``: of all micro-batches passes compute those that have one of these sequences, of which there are some.
     ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice; ``old_routes[t]``: what the
     proximal pass chose. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
@@ -317,6 +320,7 @@ class TrainBatch:
     baselines: torch.Tensor | None = None  # [N] fp32
     components: torch.Tensor | None = None  # [N, C] fp32
     component_names: tuple[str, ...] = ()  # [C]
+    turn_rewards: torch.Tensor | None = None  # [T] fp32, 0 but at a turn's last token; None: no turn has its own
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
     values: torch.Tensor | None = None  # [T] fp32

@@ -29,7 +29,7 @@ class Samples:
     """The samples of a batch, each counted once however many sequences it has.
 
     ``lengths`` are trained tokens. ``baselines`` are the rewards of greedy answers to the same prompts. ``parts`` are
-    the rewards whose sum with ``weights`` is the whole.
+    the rewards whose sum with ``weights`` is the whole, NaN for an answer to which one does not apply.
     """
 
     rewards: Tensor  # [S] float64
@@ -83,14 +83,17 @@ def grpo(samples: Samples) -> Tensor:
 def gdpo(samples: Samples) -> Tensor:
     """`grpo` of each reward, their sum with the weights, then `batch`: GDPO (Liu et al., arXiv 2601.05242), section 3.
 
-    Answers with equal sums of different rewards keep different advantages. With a single reward it is `grpo`, then
-    `batch`.
+    Answers with equal sums of different rewards keep different advantages. A reward compares the answers to which it
+    applies. With a single reward it is `grpo`, then `batch`.
     """
     parts, weights = samples.parts, samples.weights
     if parts is None or weights is None:
         parts, weights = samples.rewards[:, None], samples.rewards.new_ones(1)
-    each = torch.stack([grpo(replace(samples, rewards=part)) for part in parts.unbind(1)], 1)
-    return batch(replace(samples, rewards=each @ weights))
+    total = torch.zeros_like(samples.rewards)
+    for part, weight in zip(parts.unbind(1), weights, strict=True):
+        on = ~part.isnan()
+        total[on] += weight * grpo(replace(samples, rewards=part[on], group_ids=samples.group_ids[on]))
+    return batch(replace(samples, rewards=total))
 
 
 def maxrl(samples: Samples) -> Tensor:
@@ -302,6 +305,8 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     no credit, and are not compared with sampled ones.
     """
     mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
+    if bool(batch.given.all()):  # `annotate` has scored neither reference nor values
+        return Credit(advantages=torch.zeros_like(mask, dtype=torch.float32))
     if bool(batch.given.any()):
         mask = mask & ~spread(batch.given, cu_seqlens, batch.n_tokens)
     first, sample = find_samples(batch.sample_ids)
@@ -317,16 +322,15 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
     if kl is not None and not (advantage.whitened or advantage.critic):
         rewards = rewards - per_sample(sequence_sums(kl, cu_seqlens))
     sampled = ~batch.given[first]
+    compared = Samples(
+        rewards=rewards[sampled],
+        group_ids=batch.group_ids[first][sampled],
+        lengths=lengths[sampled],
+        baselines=None if batch.baselines is None else batch.baselines.double()[first][sampled],
+        **_parts(shaping.weights, batch, first[sampled]),
+    )
     per_sequence = torch.zeros_like(rewards)
-    if bool(sampled.any()):
-        compared = Samples(
-            rewards=rewards[sampled],
-            group_ids=batch.group_ids[first][sampled],
-            lengths=lengths[sampled],
-            baselines=None if batch.baselines is None else batch.baselines.double()[first][sampled],
-            **_parts(shaping.weights, batch, first[sampled]),
-        )
-        per_sequence[sampled] = advantage.of(compared)
+    per_sequence[sampled] = advantage.of(compared)
     values, returns = per_sequence[sample], None
     if advantage.critic:
         per_token, returns = _by_critic(values, kl, shaping.discount, batch, mask)
@@ -349,20 +353,23 @@ def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> 
 
     They are its parts if more answers with several add up to it than answers with any do not: a single one does so by
     chance, such as one turn for a reward of 1. What the others lack, such as a penalty without a name, is one more.
+    So is the whole reward of a sample to which none of several applies: its environment has given it.
     """
     names = [name for name in batch.component_names if name in weights or not weights]
     if batch.components is None or not names:
         return {}
     parts = batch.components.double()[samples][:, [batch.component_names.index(name) for name in names]]
-    factors = [weights.get(name, 1.0) for name in names]
+    rewards, factors = batch.rewards.double()[samples], [*(weights.get(name, 1.0) for name in names), 1.0]
+    rest = torch.where(parts.isnan().all(1), rewards, torch.nan)
     if not weights:
-        rewards, total, n_parts = batch.rewards.double()[samples], parts.sum(1), (parts != 0).sum(1)
+        parts = parts.nan_to_num()
+        total, n_parts = parts.sum(1), (parts != 0).sum(1)
         adds_up = torch.isclose(total, rewards, rtol=1e-5, atol=1e-5)
         differ = int((~adds_up & (n_parts > 0)).sum())
         if differ and int((adds_up & (n_parts > 1)).sum()) <= differ:
             return {}
-        parts, factors = torch.cat([parts, torch.where(adds_up, 0.0, rewards - total)[:, None]], 1), [*factors, 1.0]
-    return {"parts": parts, "weights": parts.new_tensor(factors)}
+        rest = torch.where(adds_up, 0.0, rewards - total)
+    return {"parts": torch.cat([parts, rest[:, None]], 1), "weights": parts.new_tensor(factors)}
 
 
 def _by_critic(
@@ -370,31 +377,22 @@ def _by_critic(
 ) -> tuple[Tensor, Tensor]:
     """`gae` over the tokens of ``mask``: advantages and returns [T] float64, 0 off it.
 
-    ``rewards`` [N] belong to each sequence's last token, a ``cost`` [T] is taken off the tokens' own. What lies
-    between two answers of a conversation is no action: the next token that was sampled follows.
+    ``rewards`` [N] belong to each sequence's last token, but for what its turns have earned; a ``cost`` [T] is taken
+    off the tokens' own. What lies between two answers of a conversation is no action: the next token that was sampled
+    follows.
     """
     assert batch.values is not None, "annotate() scores with the critic before advantages are computed"
     counts = token_counts(mask, batch.cu_seqlens)
     ends, known = counts.cumsum(0), batch.values.double()[mask]
     per_token = torch.zeros_like(known) if cost is None else -cost[mask]
+    if batch.turn_rewards is not None:
+        turns = torch.where(mask, batch.turn_rewards.double(), 0.0)
+        per_token, rewards = per_token + turns[mask], rewards - sequence_sums(turns, batch.cu_seqlens)
     per_token[(ends - 1)[counts > 0]] += rewards[counts > 0]
     bounds = torch.cat([ends.new_zeros(1), ends])
     found = gae(per_token, known, bounds, discount)
     advantages, returns = (known.new_zeros(len(mask)).masked_scatter_(mask, values) for values in found)
     return advantages, returns
-
-
-def explained_variance(batch: TrainBatch) -> float | None:
-    """``1 - Var(returns - values) / Var(returns)`` over the batch's sampled tokens; None without critic or variance.
-
-    1: the critic's values before the step were the returns; 0: no better than their mean.
-    """
-    if batch.values is None or batch.returns is None:
-        return None
-    mask = batch.loss_mask & ~spread(batch.given, batch.cu_seqlens, batch.n_tokens)
-    values, returns = batch.values[mask].double(), batch.returns[mask].double()
-    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-    return 1.0 - float((returns - values).var(correction=0)) / variance if variance else None
 
 
 def _kl_cost(shaping: Shaping, batch: TrainBatch, on: Tensor) -> Tensor:

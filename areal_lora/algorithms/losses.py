@@ -385,6 +385,9 @@ def value_loss(
         bounded = (old + (current - old).clamp(-clip, clip) - target).square()
         clipped = bounded > error
         error = torch.maximum(error, bounded)
-    loss = 0.5 * (weights * error).sum()
-    stats = {"value_loss": loss.detach(), "value_clipped": clipped.sum().float(), "value_tokens": on.sum().float()}
-    return LossTerms(loss=loss, stats=stats)
+    stats = {
+        "value_loss": 0.5 * error.detach().sum(),  # each token once, whatever the weights
+        "value_clipped": clipped.sum().float(),
+        "value_tokens": on.sum().float(),
+    }
+    return LossTerms(loss=0.5 * (weights * error).sum(), stats=stats)

@@ -50,8 +50,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         AlignmentError: nothing to train on, entry 0 of a sequence not masked, or different rewards for the
             trajectories of one sample.
     """
-    rows = packed.rows
-    if not rows:
+    if not (rows := packed.rows):
         raise AlignmentError("a batch without trajectories cannot be trained on")
     check_rewards([(row.group, row) for row in rows])
     samples: dict[tuple[int, int], int] = {}
@@ -67,7 +66,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
             raise AlignmentError(f"trajectory {row.uid}: entry 0 must exist and be masked")
     baselines = [math.nan if row.baseline is None else row.baseline for row in rows]
     names = sorted({name for row in rows for name in row.components})
-    components = [[row.components.get(name, 0.0) for name in names] for row in rows]
+    components = [[row.components.get(name, math.nan) for name in names] for row in rows]
     return TrainBatch(
         token_ids=torch.from_numpy(packed.columns[0]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
@@ -90,6 +89,7 @@ def collate(packed: PackedGroups, held: npt.NDArray[np.bool_] | None = None) -> 
         baselines=None if all(map(math.isnan, baselines)) else host_tensor(baselines, torch.float32),
         components=host_tensor(components, torch.float32) if names else None,
         component_names=tuple(names),
+        turn_rewards=None if (turns := packed.turn_rewards) is None else torch.from_numpy(turns),
     )
 
 

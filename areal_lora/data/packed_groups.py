@@ -30,6 +30,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True, array_like=True):
     baseline: float | None
     components: dict[str, float] = {}
     truncated: bool = False
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
 
 class PackedGroups(msgspec.Struct, frozen=True, eq=False):
@@ -71,6 +72,7 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
                 baseline=group.baseline,
                 components=t.components,
                 truncated=t.truncated,
+                turn_rewards=t.turn_rewards,
             )
             for (g, group, t), shared in zip(each, shared_starts(texts), strict=True)
         ]
@@ -93,6 +95,17 @@ class PackedGroups(msgspec.Struct, frozen=True, eq=False):
     @property
     def runs(self) -> np.ndarray:  # [R, 2] int32
         return np.frombuffer(self.versions, "<i4").reshape(-1, 2)
+
+    @property
+    def turn_rewards(self) -> np.ndarray | None:  # [T] float32
+        if not any(row.turn_rewards for row in self.rows):
+            return None
+        starts = [*accumulate((row.n_tokens for row in self.rows), initial=0)]
+        found = np.zeros(starts[-1], np.float32)
+        for row, start in zip(self.rows, starts, strict=False):
+            for at, reward in row.turn_rewards:
+                found[start + at] += reward
+        return found
 
     def part(self, held: np.ndarray) -> np.ndarray:
         """A copy of the columns [C, H] of the trajectories ``held`` [N] alone, of the columns of all."""
@@ -154,9 +167,11 @@ def shared_starts(rows: Sequence[np.ndarray]) -> list[int]:
 
 
 def check_alignment(trajectory: Trajectory) -> None:
-    """Check contract C10 for one trajectory: nothing predicts token 0. Raises AlignmentError."""
+    """Check contract C10 for one trajectory: nothing predicts token 0, turns end within. Raises AlignmentError."""
     if not len(trajectory.columns) or trajectory.columns.runs[0, 0] >= 0:
         raise AlignmentError(f"trajectory {trajectory.uid}: entry 0 must exist and be masked")
+    if any(not 0 <= at < len(trajectory.columns) for at, _ in trajectory.turn_rewards):
+        raise AlignmentError(f"trajectory {trajectory.uid}: a turn with a reward ends beyond its last token")
 
 
 def check_rewards(rows: Sequence[tuple[int, Trajectory | TrajectoryRow]]) -> None:

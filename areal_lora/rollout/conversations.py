@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -187,7 +187,7 @@ Played: TypeAlias = Callable[[Mapping[str, Any], Answer], Awaitable[object]]
 class PlayedEpisode:
     """One episode as far as it has come. `answer` is called with the environment's first text, then its replies.
 
-    ``turns`` are the messages after the prompt, up to the last answer.
+    ``turns`` are the messages after the prompt, up to the last answer; ``rewards`` see `Trajectory.turn_rewards`.
     """
 
     context: WorkflowContext
@@ -195,7 +195,7 @@ class PlayedEpisode:
     seed: int
     max_turns: int
     packed: PackedTurns
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     n_turns: int = 0
     last: Generation | None = None
@@ -213,7 +213,7 @@ class PlayedEpisode:
                 raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         else:
             if reply.reward is not None:
-                self.rewards.append(reply.reward)
+                self.rewards.append((len(self.packed) - 1, reply.reward))
             if reply.done or self.last.finish_reason == "length":
                 return None
             added = context.formatter.reply(reply.text, reply.role, self.last.token_ids)
@@ -262,12 +262,15 @@ class MultiTurnWorkflow:
             for i in range(n)
         )
         items = [
-            (self.context.item(prompt.sample, answer, each.turns), sum(each.rewards) if each.rewards else None)
+            (
+                self.context.item(prompt.sample, answer, each.turns),
+                sum(reward for _, reward in each.rewards) if each.rewards else None,
+            )
             for each, answer in made
         ]
         scores = await self.context.scores(items)
         trajectories = tuple(
-            each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
+            replace(each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score), turn_rewards=tuple(each.rewards))
             for i, ((each, _), score) in enumerate(zip(made, scores, strict=True))
         )
         # The special tokens of a chat mark the speaker.

@@ -58,6 +58,7 @@ class Variants:
 class LearnReport:
     """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
 
+    The sum ``loss`` has the reduction's weights; it belongs to ``divisors``, the sum of the steps' denominators.
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
     [T] fp32 are the policy's where the algorithm needs them, in the pass that trained the token. ``logprobs`` [T] fp32
     are those of the policy before the step, of the sequences whose tokens the rank has, None where they were not
@@ -99,7 +100,7 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, reco
     ``record``: a proximal pass that it needs also adds its routes, for the policy's update passes alone.
 
     The reference is the base model with the adapter off, or a frozen version (contract C11). A teacher has scored its
-    batches before; one of given answers alone, which have no divergence, has the base's. Collective over all ranks.
+    batches before. Given answers alone have neither divergence nor values. Collective over all ranks.
     """
     temperature, n, old_routes = adapter.config.sampling.temperature, adapter.config.minibatches, None
     # With dropout the training pass is no score of the policy: what is compared with the record needs one.
@@ -108,13 +109,15 @@ def annotate(engine: AdapterEngine, adapter: Adapter, batch: TrainBatch, *, reco
         batch = replace(batch, prox_logprobs=prox)
     elif adapter.algorithm.needs_prox or adapter.config.dropout:
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
-    if adapter.algorithm.needs_ref and batch.ref_logprobs is None:
+    rewarded = not bool(batch.given.all())
+    if rewarded and adapter.algorithm.needs_ref and batch.ref_logprobs is None:
         reference = reference_of(adapter)
         batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=reference, temperature=temperature))
-    if critic := critic_of(adapter):
+    if rewarded and (critic := critic_of(adapter)):
         batch = replace(batch, values=engine.values(batch, adapter=critic.name))
     credit = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch)
-    return replace(batch, advantages=credit.advantages, returns=credit.returns, old_routes=old_routes)
+    credited = replace(batch, advantages=credit.advantages, returns=credit.returns, turn_rewards=None)
+    return replace(credited, old_routes=old_routes)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -228,7 +231,7 @@ def learn(
     replays_old = batch.old_routes is not None
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
-    totals: Counter[str] = Counter()
+    totals: Counter[str] = Counter(divisors=0)
     stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     only = torch.zeros(batch.n_sequences, dtype=torch.bool, device=HOST)
@@ -262,10 +265,11 @@ def learn(
             engine.discard_gradients(adapter.name)
             continue
         longest = adapter.config.sampling.max_new_tokens
-        divisor = scale * denominator(trained, minibatch.cu_seqlens, reduction, longest)
+        divisor = denominator(trained, minibatch.cu_seqlens, reduction, longest)
+        totals.update({"divisors": divisor})
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
-        stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
+        stats = engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values
         skipped.append(stats["skipped"])
         # The values before the step are along the critic's own routes.
         totals.update(improve(engine, adapter, replace(minibatch, routes=None) if replays_old else minibatch, lr))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from areal_lora.algorithms.advantages import explained_variance, sample_rewards
+from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.mismatch import TrainerScores, chain, shifted_share, split
 from areal_lora.engine.common.adapter_engine import DeviceMemory
 from areal_lora.obs.trace import Spans
@@ -137,16 +137,29 @@ def of_batch(batch: TrainBatch) -> Metrics:
     }
 
 
+def explained_variance(batch: TrainBatch) -> float | None:
+    """``1 - Var(returns - values) / Var(returns)`` over the batch's sampled tokens; None without critic or variance.
+
+    1: the critic's values before the step were the returns; 0: no better than their mean.
+    """
+    if batch.values is None or batch.returns is None:
+        return None
+    mask = sampled_mask(batch)
+    values, returns = batch.values[mask].double(), batch.returns[mask].double()
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    return 1.0 - float((returns - values).var(correction=0)) / variance if variance else None
+
+
 def of_learning(report: LearnReport) -> Metrics:
-    """``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
-    tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
-    ``value_loss`` is half the squared error of a critic's values per trained token. ``router_flips`` is the share of
-    pairs (token, layer) for which the trainer's router chooses other experts than the routes that it replays, in
-    micro-batches with audited sequences.
+    """``loss`` is the objective in its reduction. ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
+    sampled tokens; ``mismatch_fresh`` is the same over tokens of the trained version, where only numerics differ;
+    ``mismatch_stale`` is the same over older tokens. ``value_loss`` is half the squared error of a critic's values per
+    trained token. ``router_flips`` is the share of pairs (token, layer) for which the trainer's router chooses other
+    experts than the routes that it replays, in micro-batches with audited sequences.
     """
     votes, share = shifted_share(report.sums)
     return {
-        "train/loss": report.per_token("loss"),
+        "train/loss": report.mean("loss", "divisors"),
         "train/grad_norm": report.grad_norm,
         "train/lr": report.lr,
         "train/clip_fraction": report.per_sampled_token("clipped"),

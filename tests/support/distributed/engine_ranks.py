@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.algorithms.losses import token_weights, value_loss
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.config.sections.run import Recompute
@@ -25,6 +24,7 @@ from areal_lora.engine.common.arena import Range
 from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
+from areal_lora.trainer.step_metrics import explained_variance
 from areal_lora.types import AdapterSpec, ExpertLayout, TrainBatch
 from tests.support.checkpoint.helpers import tensors_of
 from tests.support.distributed.oracle import (

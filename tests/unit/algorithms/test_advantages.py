@@ -203,6 +203,43 @@ def test_several_rewards_are_normalised_apart(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_reward_compares_the_answers_to_which_it_applies(seed: int) -> None:
+    """The others of a group have no share of it, as in TRL; an environment's own rewards are a further one."""
+    rng, (right, groups, lengths) = random.Random(seed), _case(seed)
+    own = [rng.random() < 0.2 for _ in right]
+    brief = [math.nan if given or r < 0.5 else -rng.random() for r, given in zip(right, own, strict=True)]
+    parts = [
+        [math.nan if given else r for r, given in zip(right, own, strict=True)],
+        brief,
+        [r if given else math.nan for r, given in zip(right, own, strict=True)],
+    ]
+    whole, weights = [0.0] * len(right), (1.0, 0.25, 1.0)
+    for part, weight in zip(parts, weights, strict=True):
+        on = [i for i, value in enumerate(part) if not math.isnan(value)]
+        case = [part[i] for i in on], [groups[i] for i in on], lengths
+        for place, i in enumerate(on):
+            whole[i] += weight * _grpo(case, place)
+    want = [(x - statistics.fmean(whole)) / (statistics.stdev(whole) + 1e-6) for x in whole]
+    total = [r if math.isnan(b) else r + 0.25 * b for r, b in zip(right, brief, strict=True)]
+    chosen = AlgorithmConfig(kind="gdpo")
+    built = build_algorithm(chosen, minibatches=1, max_new_tokens=8, weights={"right": 1.0, "brief": 0.25})
+    batch = _batch(total, groups, {"brief": brief, "right": parts[0], "right/words": lengths})
+    got = token_credit(built.advantage, built.shaping, batch).advantages
+    assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-4), f"seed {seed}"
+
+
+def test_a_cost_of_right_answers_alone_trains_none_of_them_below_a_wrong_one() -> None:
+    weights = dict.fromkeys(("right", "brief", "none"), 1.0)
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8, weights=weights)
+    parts = {"brief": [-0.2, -0.8, math.nan, math.nan], "right": [1.0, 1.0, 0.0, 0.0], "none": [math.nan] * 4}
+    batch = _batch([0.8, 0.2, 0.0, 0.0], [0] * 4, parts)
+    got = token_credit(built.advantage, built.shaping, batch).advantages[batch.loss_mask]
+    # sqrt(3)/2 of right, sqrt(1/2) of brief, over the four's standard deviation
+    each = [3**0.5 / 2 + 0.5**0.5, 3**0.5 / 2 - 0.5**0.5, -(3**0.5) / 2, -(3**0.5) / 2]
+    assert got.tolist() == pytest.approx([x / statistics.stdev(each) for x in each], abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("adds_up", [True, False])
 def test_named_parts_of_the_only_reward_are_rewards_if_they_add_up_to_it(adds_up: bool, seed: int) -> None:
     """Else they are metrics, such as the turns of an environment."""

@@ -36,6 +36,11 @@ def advantage_of(folder: Path, body: str) -> str:
 
 PPO = """r = ratio_of(tokens.logprobs - tokens.old)
 return torch.minimum(r * tokens.advantages, r.clamp(1 - clip.low, 1 + clip.high) * tokens.advantages)"""
+STD = """out = torch.zeros_like(samples.rewards)
+for group in samples.group_ids.unique():
+    own = samples.rewards[samples.group_ids == group]
+    out[samples.group_ids == group] = (own - own.mean()) / own.std()
+return out"""
 MEAN = """same = samples.group_ids[:, None] == samples.group_ids
 return samples.rewards - (same * samples.rewards).sum(1) / same.sum(1)"""
 
@@ -104,12 +109,20 @@ def test_a_gradient_unlike_the_value_is_logged(tmp_path: Path, caplog: pytest.Lo
         ("return samples.rewards - samples.rewards.roll(1)", "order of the samples"),
         ("return torch.randn_like(samples.rewards)", "differs from call to call"),
         ("return samples.values", "no attribute 'values'"),
+        (MEAN + " / ((same * samples.rewards).sum(1) / same.sum(1))", "not finite on a group of equal rewards"),
+        (STD, "not finite on a group of equal rewards"),
+        ("return samples.rewards / samples.rewards.std()", "not finite on a group of equal rewards"),
+        ("return samples.rewards / samples.rewards.unique()[1]", "it fails on a group of equal rewards: IndexError"),
     ],
 )
 def test_an_advantage_that_cannot_be_trained_on_is_refused(tmp_path: Path, body: str, reason: str) -> None:
     path = advantage_of(tmp_path, body)
     with pytest.raises(ConfigError, match=reason):
         own_advantage(path)
+
+
+def test_an_advantage_that_is_finite_on_equal_rewards_is_taken(tmp_path: Path) -> None:
+    own_advantage(advantage_of(tmp_path, STD.replace("own.std()", "(own.std() + 1e-6)")))
 
 
 def test_a_file_that_fails_is_named(tmp_path: Path) -> None:

@@ -203,18 +203,38 @@ def test_a_sample_is_truncated_if_a_limit_ended_any_of_its_conversations(how: st
     assert not collate(PACKED).truncated.any()
 
 
+def test_rewards_of_turns_are_at_their_tokens_and_records_without_them_are_readable() -> None:
+    [a, b], [c] = (group.trajectories for group in GROUPS)
+    groups = [
+        replace(GROUPS[0], trajectories=(a, replace(b, turn_rewards=((2, -1.0),)))),
+        replace(GROUPS[1], trajectories=(replace(c, turn_rewards=((4, 0.5), (5, 0.25), (5, 0.125))),)),
+    ]
+    groups = msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[TrajectoryGroup])
+    packed = PackedGroups.of(groups)
+    rows = msgspec.msgpack.decode(msgspec.msgpack.encode(packed.rows), type=list[TrajectoryRow])
+    batch = collate(msgspec.structs.replace(packed, rows=rows))
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [0.0] * 7 + [-1.0] + [0.0] * 4 + [0.5, 0.375]
+    assert select(batch, [2, 0]).turn_rewards.tolist() == [0.0] * 4 + [0.5, 0.375] + [0.0] * 5
+    assert collate(PACKED).turn_rewards is None
+    earlier = msgspec.msgpack.decode(msgspec.msgpack.encode(a))
+    del earlier["turn_rewards"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(earlier), type=Trajectory) == a
+
+
 def test_parts_of_a_reward_are_those_of_their_sequences() -> None:
-    """0 where a sample has none of a name."""
+    """NaN where a sample has none of a name."""
     [a, b], [c] = (group.trajectories for group in GROUPS)
     a, c = replace(a, components={"right": 1.0, "brief": -0.5}), replace(c, components={"right": 0.25})
     groups = [replace(GROUPS[0], trajectories=(a, b)), replace(GROUPS[1], trajectories=(c,))]
     batch = collate(PackedGroups.of(groups))
     assert batch.component_names == ("brief", "right")
     assert batch.components is not None
-    assert batch.components.tolist() == [[-0.5, 1.0], [0.0, 0.0], [0.0, 0.25]]
+    wanted = torch.tensor([[-0.5, 1.0], [torch.nan, torch.nan], [torch.nan, 0.25]])
+    torch.testing.assert_close(batch.components, wanted, rtol=0, atol=0, equal_nan=True)
     chosen = select(batch, [2, 0])
     assert chosen.components is not None
-    assert chosen.components.tolist() == [[0.0, 0.25], [-0.5, 1.0]]
+    torch.testing.assert_close(chosen.components, wanted[[2, 0]], rtol=0, atol=0, equal_nan=True)
     assert collate(PACKED).components is None
 
 

@@ -24,6 +24,10 @@ def test_a_trajectory_that_starts_with_a_sampled_token_is_refused() -> None:
     for columns in (TokenColumns.of([1, 2], [-0.1, -0.2], [4, 4]), TokenColumns.of([], [], [])):
         with pytest.raises(AlignmentError, match="entry 0"):
             check_alignment(replace(GOOD, columns=columns))
+    for at in (-1, len(GOOD.columns)):
+        with pytest.raises(AlignmentError, match="a turn with a reward ends beyond"):
+            check_alignment(replace(GOOD, turn_rewards=((at, 1.0),)))
+    check_alignment(replace(GOOD, turn_rewards=((len(GOOD.columns) - 1, 1.0),)))
 
 
 def test_one_sample_has_one_reward() -> None:

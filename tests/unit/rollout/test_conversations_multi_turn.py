@@ -202,6 +202,13 @@ def test_rewards_of_turns_are_added_and_nothing_else_is_scored() -> None:
     episode = run(lambda: Scripted(replies), scorer=scorer)
     assert [t.reward for t in episode.group.trajectories] == [0.75, 0.75]
     assert scorer.asked == []
+    ids, ends = list(PROMPT.token_ids), []
+    for _ in replies:
+        ids += answer(ids, 0)[0]
+        ends.append(len(ids) - 1)
+    for made in episode.group.trajectories:
+        assert made.turn_rewards == ((ends[0], 1.0), (ends[2], -0.25))
+        assert (made.token_ids, ends[2]) == (ids, len(made.columns) - 1)
 
 
 def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:

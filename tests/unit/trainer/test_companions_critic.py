@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal_lora.algorithms.advantages import explained_variance
 from areal_lora.trainer.companions import improve
 from areal_lora.trainer.learn import annotate, learn
+from areal_lora.trainer.step_metrics import explained_variance
 from areal_lora.types import TrainBatch
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
@@ -31,9 +31,7 @@ def test_policy_and_critic_take_a_step_each_on_every_minibatch(reduction: str, d
     returns = make_batch().rewards.repeat_interleave(batch.cu_seqlens.diff())
     near = 0.25 + (values - 0.25).clamp(-0.2, 0.2)
     error = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
-    counts = torch.tensor([2.0, 1.0, 3.0, 1.0]) if reduction == "sequence" else torch.ones(4)
-    weights = on / counts.repeat_interleave(batch.cu_seqlens.diff())
-    assert report.sums["value_loss"] == pytest.approx(float((weights * error).sum()), rel=1e-5)
+    assert report.sums["value_loss"] == pytest.approx(float((on * error).sum()), rel=1e-5)
     assert report.sums["value_tokens"] == 7
     assert report.mean("value_grad_norms", "value_steps") == 1.0
 
@@ -45,6 +43,15 @@ def test_the_returns_of_a_reward_at_the_end_are_the_reward() -> None:
     rewards = make_batch().rewards.repeat_interleave(batch.cu_seqlens.diff())
     assert torch.equal(batch.returns, torch.where(batch.loss_mask, rewards, torch.zeros(())))
     assert explained_variance(batch) == pytest.approx(0.0, abs=1e-7), "a constant explains nothing"
+
+
+def test_rewards_of_turns_reach_the_returns_and_no_pass() -> None:
+    engine, batch = RecordedEngine(make_batch().rollout_logprobs), make_batch()
+    turns = torch.zeros(batch.n_tokens).index_fill(0, torch.tensor([6]), 0.25)  # of the third answer, of 1 in all
+    found = annotate(engine, make_adapter(kind="ppo"), replace(batch, turn_rewards=turns))
+    assert found.returns is not None
+    assert found.returns[5:9].tolist() == [0.0, 1.0, 0.75, 0.75]
+    assert found.turn_rewards is None
 
 
 def test_given_answers_have_no_share_and_alone_they_move_nothing() -> None:

@@ -75,8 +75,22 @@ def test_what_a_teacher_has_scored_needs_no_pass() -> None:
     annotated = annotate(engine, adapter, taught)  # type: ignore[arg-type]
     assert engine.asked == []
     assert torch.allclose(annotated.advantages, -0.25 * batch.loss_mask)
-    annotate(engine, adapter, batch)  # type: ignore[arg-type]
-    assert engine.asked == [None], "given answers alone, which no teacher scores"
+
+
+@pytest.mark.parametrize("keys", [{"kind": "ppo"}, {"kind": "distill"}, {"kind": "reinforce_pp"}, {"kind": "gspo"}])
+def test_given_answers_alone_have_neither_reference_nor_values(keys: dict[str, Any]) -> None:
+    """Two passes less than beside one sampled answer, and the same step as without these terms."""
+    adapter, batch = make_adapter(kl_coef=0.1, **keys), make_batch()
+    wanted = make_adapter(kind="dr_grpo", reduction=adapter.config.algorithm.reduction)
+    given, mixed = torch.ones(4, dtype=torch.bool), torch.tensor([True, True, True, False])
+    engine, plain, beside = (RecordedEngine(batch.rollout_logprobs) for _ in range(3))
+    report = _learn(engine, adapter, replace(batch, given=given))
+    alone = _learn(plain, wanted, replace(batch, given=given))
+    assert (engine.asked, report.sums, engine.rates) == ([], alone.sums, plain.rates)
+    assert torch.equal(engine.gradient, plain.gradient)
+    assert report.per_sampled_token("kl") is None
+    annotate(beside, adapter, replace(batch, given=mixed))
+    assert beside.asked == [None, "gsm8k/critic"][: 1 + (keys["kind"] == "ppo")]
 
 
 def test_shifted_logprobs_of_the_same_version_stop_the_run() -> None:
@@ -315,6 +329,19 @@ def test_the_correction_of_a_step_is_chosen_by_the_mismatch_of_the_one_before() 
     assert found == [(Correction.TRUNCATE, 0.0), (Correction.MASK, 1.0), (Correction.MASK, 1.0)]
     assert _learn(engine, make_adapter(), batch).correction is None
     assert of_learning(report)["train/correction"] == 2
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_the_loss_of_several_minibatches_is_divided_by_the_sum_of_their_denominators(reduction: str) -> None:
+    """Of given answers: the mean negative log-probability in that reduction."""
+    batch = replace(make_batch(), given=torch.ones(4, dtype=torch.bool))
+    engine = RecordedEngine(batch.rollout_logprobs)
+    found = of_learning(_learn(engine, make_adapter(reduction=reduction, minibatches=2), batch))["train/loss"]
+    rows = [(-batch.rollout_logprobs[a + 1 : b]).tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    sums, longest = [sum(row) for row in rows], make_adapter().config.sampling.max_new_tokens
+    means = [total / len(row) for total, row in zip(sums, rows, strict=True)]
+    wanted = {"token": sum(sums) / 7, "sequence": sum(means) / 4, "constant": sum(sums) / (4 * longest)}
+    assert found == pytest.approx(wanted[reduction], rel=1e-5)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

@@ -15,6 +15,7 @@ from areal_lora.data.collate import collate, select
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import LearnReport, annotate, learn, make_loss
+from areal_lora.trainer.step_metrics import of_learning
 from areal_lora.types import AdapterRef, TokenColumns, TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
@@ -110,6 +111,7 @@ def test_loss_gradient_and_denominator_are_those_of_a_loop_that_gives_their_toke
             gradient[t] = weight * (-w * advantage + KL * (1 - math.exp(d)))
     assert report.sums["loss"] == pytest.approx(loss, rel=1e-5)
     divisor = {"token": n_tokens, "sequence": n_sequences, "constant": LONGEST * n_sequences}[reduction]
+    assert of_learning(report)["train/loss"] == pytest.approx(loss / divisor, rel=1e-5), "the objective"
     (scale,) = (found / divisor for found in engine.denominators)
     assert scale == 1 or (reduction == "sequence" and math.log2(scale).is_integer())
     assert engine.gradient.tolist() == pytest.approx([scale * value for value in gradient], rel=1e-4, abs=1e-6)
@@ -125,7 +127,7 @@ def test_a_critic_learns_nothing_from_them(reduction: str) -> None:
     batch = drawn(5)
     engine = engine_of(batch, 5)
     report = step(make_adapter(kind="ppo", reduction=reduction, mask_truncated=True), engine, batch)
-    loss, gradient, n_tokens, n_sequences = 0.0, [0.0] * batch.n_tokens, 0, 0
+    error, gradient, n_tokens, n_sequences = 0.0, [0.0] * batch.n_tokens, 0, 0
     for _, reward, tokens, left_out in rows_of(batch, LEFT_OUT):
         if left_out:
             continue
@@ -133,9 +135,9 @@ def test_a_critic_learns_nothing_from_them(reduction: str) -> None:
         for t in tokens:  # the engine's values are 0.25, those of its training pass the log-probabilities
             value, weight = float(engine.answer[t]), 1 / len(tokens) if reduction == "sequence" else 1.0
             near = 0.25 + min(max(value - 0.25, -0.2), 0.2)
-            loss += weight * max((value - reward) ** 2, (near - reward) ** 2) / 2
+            error += max((value - reward) ** 2, (near - reward) ** 2) / 2
             gradient[t] = weight * (value - reward) * ((value - reward) ** 2 >= (near - reward) ** 2)
-    assert report.sums["value_loss"] == pytest.approx(loss, rel=1e-5)
+    assert of_learning(report)["train/value_loss"] == pytest.approx(error / n_tokens, rel=1e-5)
     divisor = {"token": n_tokens, "sequence": n_sequences, "constant": LONGEST * n_sequences}[reduction]
     scale, same = (found / divisor for found in engine.denominators)
     assert scale == same
@@ -196,6 +198,7 @@ def test_a_batch_without_any_other_sample_takes_no_step_and_is_no_fault(kind: st
     report = step(make_adapter(kind=kind, mask_truncated=True), engine, batch)
     assert (engine.rates, engine.discarded) == ([], ["gsm8k"]), "momentum alone would move the adapter"
     assert (report.skipped, report.grad_norm, report.lr) == (0.0, 0.0, 0.5)
+    assert of_learning(report)["train/loss"] == 0.0
     assert all(map(math.isfinite, report.sums.values()))
     kl, mismatch = (report.per_sampled_token(name) for name in ("kl", "behaviour_abs"))
     state.advance(skipped=report.skipped == 1.0, kl=kl, mismatch=mismatch)
@@ -207,6 +210,7 @@ def test_a_minibatch_without_any_other_sample_leaves_the_steps_of_the_others() -
     engine = RecordedEngine(batch.rollout_logprobs)
     report = step(make_adapter(minibatches=2, mask_truncated=True), engine, batch)
     assert engine.denominators == [2.0]
+    assert of_learning(report)["train/loss"] == pytest.approx(-(2**0.5) / 2, rel=1e-4), "the answer's advantage"
     assert report.grad_norm == 1.0
 
 

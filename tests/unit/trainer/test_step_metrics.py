@@ -20,6 +20,7 @@ from areal_lora.trainer.learn import LearnReport, Variants
 from areal_lora.trainer.step_metrics import (
     Devices,
     Window,
+    explained_variance,
     measured,
     of_batch,
     of_client,
@@ -34,6 +35,7 @@ from areal_lora.types import TokenColumns, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.operations.client import datum
 from tests.support.rollout.helpers import stream, trajectory
+from tests.support.trainer.packed import batch_of, draw_rows
 
 DATA = (datum([1, 2, 3], [0.0, 2.0]), datum([4, 5], [-1.0]))
 
@@ -252,3 +254,15 @@ def test_memory_is_in_gib_and_the_rest_is_what_no_part_explains() -> None:
     parts = {"peak": 60.0, "base": 16.0, "adapters": 4.0, "rest": 40.0}
     assert of_memory(memory) == {f"memory/{name}_gib": gib for name, gib in parts.items()}
     assert of_memory(None) == {}
+
+
+def test_the_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one() -> None:
+    batch = batch_of(draw_rows(1))
+    returns = torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(2))
+    assert explained_variance(replace(batch, values=returns, returns=returns)) == 1.0
+    constant = replace(batch, values=torch.full_like(returns, 0.3), returns=returns)
+    assert explained_variance(constant) == pytest.approx(0.0, abs=1e-12)
+    assert explained_variance(replace(constant, returns=constant.values)) is None
+    assert explained_variance(replace(constant, values=None)) is None
+    off = replace(constant, values=torch.where(batch.loss_mask, returns, 100.0))
+    assert explained_variance(off) == 1.0, "tokens that were not sampled do not count"
