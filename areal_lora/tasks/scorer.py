@@ -189,10 +189,12 @@ class _Child:
     @classmethod
     async def spawn(cls, pool: ScorerPool) -> Self:
         setup, key_env = pool.setup, pool.key_env
-        environment = {"PATH": os.defpath}
+        names = ["LD_LIBRARY_PATH"]  # interpreters of environment modules start with it alone
         if setup.is_served:
-            names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
-            environment |= {name: os.environ[name] for name in names if name in os.environ}
+            names += ["SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else [])]
+        elif setup.network:  # clients in the function read keys, proxies and certificates there
+            names = [name for name in os.environ if not name.startswith("AREAL_LORA")]
+        environment = {"PATH": os.defpath} | {name: os.environ[name] for name in names if name in os.environ}
         if setup.scratch_bytes and not setup.is_served:
             scratch = tempfile.mkdtemp(prefix=f"areal-lora-reward-{os.getpid()}-")
             setup = msgspec.structs.replace(setup, scratch=scratch)

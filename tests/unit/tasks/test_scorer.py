@@ -390,6 +390,31 @@ def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_pat
     assert opened.reward == 0.75
 
 
+ENVIRONMENT = """
+import os
+
+def reward(completion, answer):
+    same = os.environ.get("HOME") == os.environ["TMPDIR"] != answer
+    return {name: float(name in os.environ) for name in completion.split()} | {"private": float(same)}
+"""
+
+
+def test_only_a_reward_with_network_gets_the_environment_and_never_that_of_the_run(tmp_path, monkeypatch):
+    """A client in the function needs its key; a Python that needs `LD_LIBRARY_PATH` starts without network, too."""
+    given = ["JUDGE_API_KEY", "HTTPS_PROXY", "LD_LIBRARY_PATH", "AREAL_LORA_REMOTE_TOKEN"]
+    for name in given:
+        monkeypatch.setenv(name, "/of/this/process")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=120)
+    names = item(" ".join(given), str(tmp_path))
+    found = [
+        score([names], reward=mine.model_copy(update={"network": network}))[0][0].components
+        for network in (False, True)
+    ]
+    assert [list(each.values()) for each in found] == [[0.0, 0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0, 1.0]]
+
+
 def test_python_itself_refuses_where_the_kernel_does_not():
     code = (
         "import os, socket, subprocess\n"
