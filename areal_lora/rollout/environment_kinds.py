@@ -68,8 +68,12 @@ def load(name: str) -> Callable[..., Any]:
     """What ``module:name`` or ``file.py:name`` names."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
-        sys.path.append(str(Path(place).resolve().parent))
-        spec: Any = importlib.util.spec_from_file_location(Path(place).stem, place)
+        file = Path(place).resolve()
+        sys.path.append(str(file.parent))
+        known = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+        # Its neighbours import it by its own name, unless that is the name of an installed module.
+        own = known is not None and Path(known.origin or "").resolve() == file
+        spec: Any = importlib.util.spec_from_file_location(file.stem if own else f"areal_lora_user_{file.stem}", place)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
         spec.loader.exec_module(module)
     else:
@@ -400,12 +404,5 @@ class Verifiers(WorkerKind):
         return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "agent": AgentFunction,
-    "custom": custom,
-    "gym": Gym,
-    "mcp": Mcp,
-    "multi_turn": MultiTurn,
-    "openenv": OpenEnv,
-    "verifiers": Verifiers,
-}
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"agent": AgentFunction, "custom": custom, "gym": Gym, "mcp": Mcp}
+KINDS |= {"multi_turn": MultiTurn, "openenv": OpenEnv, "verifiers": Verifiers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shlex
+import statistics
 import sys
 import threading
 import urllib.error
@@ -16,7 +17,23 @@ from typing import Any
 
 import pytest
 
-from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text, called
+from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text, called, load
+
+
+def test_a_file_neither_hides_an_installed_module_nor_is_there_twice_for_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "statistics", statistics)
+    (tmp_path / "statistics.py").write_text("from statistics import mean\ndef make():\n    return mean([1, 3])\n")
+    (tmp_path / "my_world.py").write_text("import my_tools\nclass World:\n    tools = my_tools\n")
+    (tmp_path / "my_tools.py").write_text("def world():\n    from my_world import World\n    return World\n")
+    (tmp_path / "my-world.v2.py").write_text("def make():\n    return 2\n")
+    assert load(f"{tmp_path}/statistics.py:make")() == 2
+    world = load(f"{tmp_path}/my_world.py:World")
+    assert vars(world)["tools"].world() is world
+    assert load(f"{tmp_path}/my-world.v2.py:make")() == 2
+
 
 PAGED = """
 import asyncio
