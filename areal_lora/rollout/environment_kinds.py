@@ -125,16 +125,13 @@ class WorkerKind:
 
 
 class AgentFunction(WorkerKind):
-    """A function of the user's that calls the endpoint itself; it returns a reward, or None for the configured one."""
+    """A function of the user's that calls the endpoint itself; it returns what a reward function may, or None."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.agent = load(setup["path"])
 
     async def play(self, task: Task) -> dict[str, Any]:
-        reward = await called(self.agent, task)
-        if not isinstance(reward, (int, float, type(None))):
-            raise TypeError(f"the agent returned {type(reward).__name__}, not a reward or None")
-        return {"reward": reward}
+        return {"reward": await called(self.agent, task)}
 
 
 class MultiTurn(WorkerKind):
@@ -162,15 +159,21 @@ def _turn(reply: Any) -> dict[str, Any]:
         raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
     defaults: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user"}
     fields = {name: reply.get(name, default) for name, default in defaults.items()}
-    kinds: dict[str, Any] = {"text": str, "role": str, "reward": (int, float, type(None))}
-    for name, kind in kinds.items():
-        if not isinstance(fields[name], kind):
+    for name in ("text", "role"):
+        if not isinstance(fields[name], str):
             raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
     fields["done"] = bool(fields["done"])  # numpy's is no JSON
     fields["text"].encode()  # half a surrogate pair has no tokens
-    if (reward := fields["reward"]) is not None:  # JSON has no NaN
-        fields["reward"] = "inf" if abs(reward) > sys.float_info.max else str(float(reward))
+    if fields["reward"] is not None:
+        fields["reward"] = number("the reply's reward", fields["reward"])
     return fields
+
+
+def number(what: str, value: Any) -> str:
+    """The text of a number, also of numpy's and torch's: JSON has no NaN."""
+    if isinstance(value, (str, bytes, list, tuple, dict)):
+        raise TypeError(f"{what} is of type {type(value).__name__}")
+    return "inf" if abs(value) > sys.float_info.max else str(float(value))
 
 
 def custom(setup: dict[str, Any]) -> Any:

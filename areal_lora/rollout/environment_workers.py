@@ -91,12 +91,12 @@ class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    ``reward`` is a number's text, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow has
-    an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
+    Numbers of ``reward`` are texts, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow
+    has an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
     """
 
     number: int
-    reward: bool | str | None = None
+    reward: bool | str | dict[str, bool | str | None] | None = None
     metrics: dict[str, float] = {}
     finish_reason: str = ""
     episode: str = ""
@@ -147,8 +147,10 @@ class EnvironmentWorkers:
     async def play(self, task: AgentTask) -> AgentResult:
         """Run one sample. Raises GenerationFault, WorkerLost."""
         played = await self.run({**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)})
-        reward = float(played.reward) if isinstance(played.reward, str) else played.reward
-        score = None if reward is None else replace(given_score(reward), components=played.metrics)
+        reward = msgspec.convert(played.reward, bool | float | dict[str, bool | float | None] | None, strict=False)
+        score = None if reward is None else given_score(reward)
+        if score is not None and played.metrics:
+            score = replace(score, components=played.metrics)
         return AgentResult(reward=score, finish_reason=played.finish_reason)
 
     async def run(self, fields: Mapping[str, Any], answer: Answer = _no_calls) -> PlayResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import shlex
 import statistics
 import sys
@@ -15,9 +16,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text, called, load
+from areal_lora.rollout.conversations import Reply
+from areal_lora.rollout.environment_child import plain
+from areal_lora.rollout.environment_kinds import (
+    Chat,
+    Gym,
+    Mcp,
+    _mcp_session,
+    _mcp_tools,
+    _tool_text,
+    _turn,
+    called,
+    load,
+)
 
 
 def test_a_file_neither_hides_an_installed_module_nor_is_there_twice_for_its_neighbours(
@@ -66,6 +81,29 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (np.float32(0.5), "0.5"),
+        (np.bool_(True), "1.0"),
+        (torch.tensor(0.25), "0.25"),
+        (10**400, "inf"),
+        (math.nan, "nan"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_reward_is_any_number(given: Any, text: str) -> None:
+    assert _turn(Reply(reward=given))["reward"] == _turn({"reward": given})["reward"] == plain(given) == text
+    assert plain({"part": given, "correct": False}) == {"part": text, "correct": False}
+
+
+@pytest.mark.parametrize("given", ["1", b"1", [1.0]])
+def test_a_text_and_a_list_are_no_reward(given: Any) -> None:
+    for refuse in (plain, lambda reward: _turn(Reply(reward=reward))):
+        with pytest.raises(TypeError, match=f"reward is of type {type(given).__name__}"):
+            refuse(given)
 
 
 @pytest.mark.parametrize("end", ["none", "empty", "repeated"])

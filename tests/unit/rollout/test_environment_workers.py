@@ -103,18 +103,24 @@ def test_a_limit_of_the_run_that_ends_an_episode_is_its_finish_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "reward", "outcome"),
+    ("name", "reward", "correct", "components"),
     [
-        ("blocks", 2.0, Outcome.OK),
-        ("right", 1.0, Outcome.OK),
-        ("unscored", 2.0, Outcome.OK),
-        ("no_number", None, Outcome.ERROR),
+        ("blocks", 2.0, None, {}),
+        ("right", 1.0, True, {}),
+        ("unscored", 2.0, None, {}),
+        ("no_number", None, None, {}),
+        ("parts", 2.25, True, {"letters": 2.0, "brief": 0.25}),
+        ("parts_and_reward", 0.25, False, {"letters": 2.0}),
+        ("wrong_parts", None, None, {}),
     ],
 )
-def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> None:
+def test_an_agent_returns_what_a_reward_function_may(
+    name: str, reward: float | None, correct: bool | None, components: dict[str, float]
+) -> None:
     for t in episode(agent(name)).group.trajectories:
-        assert t.outcome is outcome
+        assert t.outcome is (Outcome.ERROR if reward is None else Outcome.OK)
         assert reward is None or t.reward == reward
+        assert (t.correct, dict(t.components)) == (correct, components)
 
 
 def test_blocking_samples_have_a_thread_each() -> None:
@@ -138,7 +144,7 @@ def test_an_agents_client_reaches_the_endpoint_past_a_proxy(monkeypatch: pytest.
     ("name", "detail", "cause"),
     [
         ("fails", r"agent: ValueError: no idea of s \(plain_agents\.py, line \d+\)", Cause.OTHER),
-        ("text", "agent: TypeError: the agent returned str", Cause.CODE),
+        ("text", "agent: TypeError: the reward is of type str", Cause.CODE),
         ("undecodable", r"agent: ValueError: caf\? \(plain_agents\.py", Cause.OTHER),
         ("exits", "agent: RuntimeError: SystemExit: no such model", Cause.OTHER),
         ("is_its_own_cause", "agent: ValueError: no answer", Cause.OTHER),
