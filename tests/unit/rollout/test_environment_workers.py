@@ -189,6 +189,25 @@ def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
     assert sum(started.values()) > 8, "samples are repeated"
 
 
+EDITED = """
+import os
+from pathlib import Path
+
+def agent(task):
+    with Path(__file__).open("a") as file:
+        file.write("#")
+    os._exit(3)
+"""
+
+
+def test_a_file_that_is_edited_during_a_run_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = list[str]()
+    monkeypatch.setattr(environment_workers.log, "warning", lambda text, *args: warned.append(text % args))
+    (tmp_path / "mine.py").write_text(EDITED)
+    run({"kind": "agent", "path": f"{tmp_path}/mine.py:agent", "workers": 1})
+    assert [text.partition(":")[0] for text in warned] == [f"{tmp_path}/mine.py has changed"]
+
+
 @pytest.mark.parametrize("child", [False, True])
 def test_a_worker_with_too_much_memory_is_started_again_and_loses_no_sample(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], child: bool

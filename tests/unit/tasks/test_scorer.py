@@ -854,3 +854,24 @@ def test_a_first_start_that_no_time_helps_fails_at_once(monkeypatch: pytest.Monk
 
     with pytest.raises(FileNotFoundError):
         asyncio.run(run())
+
+
+def test_a_reward_file_that_is_edited_during_a_run_is_reported_once(tmp_path, monkeypatch):
+    """Children that start later load it: answers of one group may have the rewards of two functions."""
+    warned, file = [], tmp_path / "mine.py"
+    monkeypatch.setattr(scorer.log, "warning", lambda text, *args: warned.append(text % args))
+    text = "import os\ndef reward(completion, answer):\n    return os._exit(3) if completion == 'exit' else {}\n"
+    file.write_text(text.format(1))
+
+    async def run():
+        async with ScorerPool(FunctionReward(path=f"{file}:reward", timeout_s=120)) as pool:
+            found = [(await pool.score([item("exit"), item("a")]))[1].reward]
+            told = [len(warned)]
+            file.write_text(text.format(0))
+            for _ in range(2):
+                found.append((await pool.score([item("a"), item("exit"), item("a")]))[2].reward)
+                told.append(len(warned))
+            return found, told
+
+    assert asyncio.run(run()) == ([1.0, 0.0, 0.0], [0, 1, 1])
+    assert warned[0].startswith(f"{file} has changed: processes that start from now on load it")
