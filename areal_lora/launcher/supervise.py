@@ -44,7 +44,7 @@ class Supervisor:
     def __init__(self, log_folder: Path, grace_s: float) -> None:
         self._logs, self._grace_s = log_folder, grace_s
         self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
-        self._not_ours = set(psutil.Process().children(recursive=True))
+        self._sessions: set[int] = set()
         self._shared_before = shared_memory.entries()
         self._shared_ours: set[str] = set()
         self._shared_looks: Counter[str] = Counter()
@@ -80,6 +80,7 @@ class Supervisor:
                 except OSError as error:
                     what = f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"
                     raise EnvironmentError_(f"{what} (fix: check {spec.role}'s `python`)") from None
+            self._sessions.add(process.pid)
             reached("launcher.process_started")
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
@@ -151,6 +152,7 @@ class Supervisor:
         of the run remains. May be called twice.
         """
         self.look_after(sys.maxsize)
+        self._descendants()  # finds sessions whose processes may become orphans now
         signals_before = interrupted.count if interrupted else 0
         self.terminate()
         deadline = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
@@ -176,11 +178,21 @@ class Supervisor:
             self._guardian = None
 
     def _descendants(self) -> list[psutil.Process]:
-        """Living processes below this one that came after the supervisor, its guardian aside."""
-        watcher, alive = self._guardian.pid if self._guardian else None, []
-        for process in set(psutil.Process().children(recursive=True)) - self._not_ours:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.pid != watcher and process.status() != psutil.STATUS_ZOMBIE:
+        """Living processes of the run. A program that calls `areal_lora.train` has others, and adopts their orphans.
+
+        The run's are children of one of these, or in a session that was started here or found before. An orphan of
+        another session has the mark.
+        """
+        own, found, alive = os.getpid(), set[int](), []
+        for process in psutil.Process().children(recursive=True):  # parents come first
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                session, parent = os.getsid(process.pid), process.ppid()
+                marked = parent == own and process.environ().get(guardian.MARK) == self._mark
+                if not (session in self._sessions or parent in found or marked):
+                    continue
+                found.add(process.pid)
+                self._sessions.add(session)
+                if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
 

@@ -40,7 +40,9 @@ def saved_source(value: Any, name: str, main: ModuleType) -> str:
     parts.add(name, value)
     future = FUTURE if _has_future(main) else ""
     file = vars(main).get("__file__")
-    place = Path(file).resolve().parent if file else Path.cwd()
+    package = vars(main).get("__package__")  # of `python -m package.script`, which searches the folder above it
+    levels = len(package.split(".")) if package else 0
+    place = Path(file).resolve().parents[levels] if file else Path.cwd()
     head = f"import sys\n\nsys.path.append({str(place)!r})\n\n"
     return f"{future}{head}" + "\n\n".join(parts.texts.values()) + "\n"
 
@@ -227,7 +229,7 @@ def user_code(config: models.Config, objects: Mapping[str, object]) -> UserCode:
     for what, value in given.items():
         paths[what], text = _travel(what, value)
         if text is not None:
-            files[f"{what}.py"] = text
+            files[paths[what].partition(":")[0]] = text
     return UserCode(paths=paths, files=files)
 
 
@@ -237,8 +239,9 @@ def _travel(what: str, value: Any) -> tuple[str, str | None]:
         fix = "give the function or the class itself"
         raise ConfigError(what, f"a {type(value).__name__} cannot be imported by another process", fix)
     name, module = value.__name__, sys.modules.get(value.__module__)
+    saved = f"areal_lora_{what}.py:{name}"  # its folder is searched: reward.py would hide the user's own module
     if value.__module__ == "__main__":
-        return f"{what}.py:{name}", saved_source(value, name, sys.modules["__main__"])
+        return saved, saved_source(value, name, sys.modules["__main__"])
     if module is None or getattr(module, name, None) is not value:
         where = f"{value.__module__}.{value.__qualname__}"
         raise ConfigError(what, f"{where} is not a name of a module", "define it at the top of a module")
@@ -251,7 +254,7 @@ def _travel(what: str, value: Any) -> tuple[str, str | None]:
     if root is None or root in _SEARCHED:
         return f"{value.__module__}:{name}", None
     head = f"import sys\n\nsys.path.append({str(root)!r})\n\n"
-    return f"{what}.py:{name}", f"{head}from {value.__module__} import {name} as {name}\n"
+    return saved, f"{head}from {value.__module__} import {name} as {name}\n"
 
 
 _SEARCHED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}

@@ -3,8 +3,11 @@
 Scorer processes use it: importing the configuration would double the time of their start.
 """
 
+import contextlib
+import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from functools import partial
@@ -55,3 +58,23 @@ def _load_file(file: Path) -> ModuleType:
 def _search(folder: str) -> None:
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+class UserFile:
+    """The file of ``file.py:name``, if that names one; a process of a pool loads it as it is at the process's start."""
+
+    def __init__(self, name: object) -> None:
+        self._path, self._digest = str(name).rpartition(":")[0], b""
+
+    def note_start(self, log: logging.Logger) -> None:
+        """Log once that the file is another one than at the first start."""
+        with contextlib.suppress(OSError):  # the process reports a file that is missing
+            found = hashlib.sha256(Path(os.path.expanduser(self._path)).read_bytes()).digest()
+            if self._digest not in (b"", found):
+                log.warning(
+                    "%s has changed: processes that start from now on load it, others keep what they have "
+                    "(fix: restore it, or stop the run and resume it)",
+                    self._path,
+                )
+                self._path = ""
+            self._digest = found

@@ -244,8 +244,15 @@ class CheckedWorkflow:
         for i, t in enumerate(graded):
             if t.outcome is Outcome.OK:
                 score = given_score(t.reward)
-                detail = score.detail or t.detail
-                graded[i] = replace(t, reward=score.reward, outcome=score.outcome, detail=detail)
+                graded[i] = replace(
+                    t,
+                    reward=score.reward,
+                    outcome=score.outcome,
+                    detail=score.detail or t.detail,
+                    cause=score.cause,
+                    components={**t.components, **score.components},
+                    correct=t.correct if score.correct is None else score.correct,
+                )
         group = replace(episode.group, trajectories=tuple(graded))
         episode = Episode(group=group, texts=tuple(episode.texts), turns=tuple(episode.turns))
         episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)

@@ -74,6 +74,13 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"error": f"{text}{where}", "cause": cause}
 
 
+def plain(reward: Any) -> Any:
+    """What user code returned as a reward, or a named part of one, with texts for numbers."""
+    if isinstance(reward, dict):
+        return {str(name): plain(part) for name, part in reward.items()}
+    return reward if reward is None or isinstance(reward, bool) else kinds.number("the reward", reward)
+
+
 def end_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
@@ -152,12 +159,14 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
         finally:
             del calls[request]
 
+    async def play(task: Any) -> dict[str, Any]:
+        played = await environment.play(task)
+        return {**played, "reward": plain(played.get("reward"))}
+
     def answer(number: int, ended: "asyncio.Task[dict[str, Any]]") -> None:
         del running[number]
         error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
         played = ended.result() if error is None else failure(error)
-        if not isinstance(reward := played.get("reward"), (bool, type(None))):
-            played["reward"] = str(reward)  # JSON has no NaN
         write(replies, {"type": "result", "number": number, **played})
 
     environment = await kinds.called(kinds.KINDS[setup["kind"]], setup)
@@ -184,7 +193,7 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
                 task.sample = SimpleNamespace(**task.sample)
                 if port is not None and "base_url" in message["task"]:
                     task.base_url = f"http://127.0.0.1:{port}/v1"
-                running[number] = asyncio.create_task(environment.play(task))
+                running[number] = asyncio.create_task(play(task))
                 running[number].add_done_callback(functools.partial(answer, number))
             elif number in running:  # else it has just been answered
                 running[number].cancel()

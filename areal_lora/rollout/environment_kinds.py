@@ -68,8 +68,12 @@ def load(name: str) -> Callable[..., Any]:
     """What ``module:name`` or ``file.py:name`` names."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
-        sys.path.append(str(Path(place).resolve().parent))
-        spec: Any = importlib.util.spec_from_file_location(Path(place).stem, place)
+        file = Path(place).resolve()
+        sys.path.append(str(file.parent))
+        known = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+        # Its neighbours import it by its own name, unless that is the name of an installed module.
+        own = known is not None and Path(known.origin or "").resolve() == file
+        spec: Any = importlib.util.spec_from_file_location(file.stem if own else f"areal_lora_user_{file.stem}", place)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
         spec.loader.exec_module(module)
     else:
@@ -121,16 +125,13 @@ class WorkerKind:
 
 
 class AgentFunction(WorkerKind):
-    """A function of the user's that calls the endpoint itself; it returns a reward, or None for the configured one."""
+    """A function of the user's that calls the endpoint itself; it returns what a reward function may, or None."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.agent = load(setup["path"])
 
     async def play(self, task: Task) -> dict[str, Any]:
-        reward = await called(self.agent, task)
-        if not isinstance(reward, (int, float, type(None))):
-            raise TypeError(f"the agent returned {type(reward).__name__}, not a reward or None")
-        return {"reward": reward}
+        return {"reward": await called(self.agent, task)}
 
 
 class MultiTurn(WorkerKind):
@@ -158,15 +159,21 @@ def _turn(reply: Any) -> dict[str, Any]:
         raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
     defaults: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user"}
     fields = {name: reply.get(name, default) for name, default in defaults.items()}
-    kinds: dict[str, Any] = {"text": str, "role": str, "reward": (int, float, type(None))}
-    for name, kind in kinds.items():
-        if not isinstance(fields[name], kind):
+    for name in ("text", "role"):
+        if not isinstance(fields[name], str):
             raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
     fields["done"] = bool(fields["done"])  # numpy's is no JSON
     fields["text"].encode()  # half a surrogate pair has no tokens
-    if (reward := fields["reward"]) is not None:  # JSON has no NaN
-        fields["reward"] = "inf" if abs(reward) > sys.float_info.max else str(float(reward))
+    if fields["reward"] is not None:
+        fields["reward"] = number("the reply's reward", fields["reward"])
     return fields
+
+
+def number(what: str, value: Any) -> str:
+    """The text of a number, also of numpy's and torch's: JSON has no NaN."""
+    if isinstance(value, (str, bytes, list, tuple, dict)):
+        raise TypeError(f"{what} is of type {type(value).__name__}")
+    return "inf" if abs(value) > sys.float_info.max else str(float(value))
 
 
 def custom(setup: dict[str, Any]) -> Any:
@@ -400,12 +407,5 @@ class Verifiers(WorkerKind):
         return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "agent": AgentFunction,
-    "custom": custom,
-    "gym": Gym,
-    "mcp": Mcp,
-    "multi_turn": MultiTurn,
-    "openenv": OpenEnv,
-    "verifiers": Verifiers,
-}
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"agent": AgentFunction, "custom": custom, "gym": Gym, "mcp": Mcp}
+KINDS |= {"multi_turn": MultiTurn, "openenv": OpenEnv, "verifiers": Verifiers}

@@ -23,7 +23,7 @@ from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,6 +34,7 @@ from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.config.sizing.slots import pools_of
 from areal_lora.errors import AlignmentError, ConfigError, undo_on_error
 from areal_lora.network.addresses import NODES_VARIABLE
+from areal_lora.processes.loading import UserFile
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
@@ -52,6 +53,7 @@ END_S = 20.0  # that srun has to end its task
 LARGEST_BYTES = 1 << 30  # routes of the long answers of a custom workflow
 
 log = get_logger(__name__)
+_Launchers: TypeAlias = Iterator[tuple[str, Sequence[str]]]
 
 
 class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,12 +93,12 @@ class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    ``reward`` is a number's text, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow has
-    an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
+    Numbers of ``reward`` are texts, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow
+    has an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
     """
 
     number: int
-    reward: bool | str | None = None
+    reward: bool | str | dict[str, bool | str | None] | None = None
     metrics: dict[str, float] = {}
     finish_reason: str = ""
     episode: str = ""
@@ -142,14 +144,16 @@ class EnvironmentWorkers:
         self._beats: asyncio.Task[None]
         if isinstance(chosen, WorkerWorkflowConfig):
             settings = {**chosen.model_dump(mode="json"), "context": msgspec.to_builtins(context), "held_out": held_out}
-            self._workers += (_Worker(chosen, settings, turns) for _ in range(chosen.workers))
+            file = UserFile(chosen.env or chosen.path)
+            self._workers += (_Worker(chosen, settings, turns, file) for _ in range(chosen.workers))
 
     async def play(self, task: AgentTask) -> AgentResult:
         """Run one sample. Raises GenerationFault, WorkerLost."""
         played = await self.run({**msgspec.to_builtins(task), "seed": derived_seed(0, task.sample.uid)})
-        reward = float(played.reward) if isinstance(played.reward, str) else played.reward
-        score = None if reward is None else replace(given_score(reward), components=played.metrics)
-        return AgentResult(reward=score, finish_reason=played.finish_reason)
+        reward = msgspec.convert(played.reward, bool | float | dict[str, bool | float | None] | None, strict=False)
+        if reward is not None:
+            reward = replace(score := given_score(reward), components={**score.components, **played.metrics})
+        return AgentResult(reward=reward, finish_reason=played.finish_reason)
 
     async def run(self, fields: Mapping[str, Any], answer: Answer = _no_calls) -> PlayResult:
         """Run a sample with these fields, and answer its calls; what ``answer`` raises ends it.
@@ -192,19 +196,17 @@ class _Worker:
     """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
 
     def __init__(
-        self, chosen: WorkerWorkflowConfig, settings: dict[str, Any], launchers: Iterator[tuple[str, Sequence[str]]]
+        self, chosen: WorkerWorkflowConfig, settings: dict[str, Any], launchers: _Launchers, file: UserFile
     ) -> None:
-        self._chosen, self._settings, self._launchers = chosen, settings, launchers
-        self._node = ""  # of the newest process, as its launcher
+        self._chosen, self._settings, self._launchers, self._file = chosen, settings, launchers, file
+        self._node, self._port = "", 0  # of the newest process, as its launcher; of the endpoint
         self._launcher: Sequence[str] = ()
-        self._port = 0  # of the endpoint
         own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
         self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
         self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(1)
+        self._numbers, self.n_running = itertools.count(1), 0
         self._samples: dict[int, _RunningSample] = {}
-        self.n_running = 0
 
     def beat(self) -> None:
         """Send the process, if it runs on another node, a message that needs no answer."""
@@ -261,6 +263,7 @@ class _Worker:
 
     async def _started(self) -> Process:
         chosen = self._chosen
+        self._file.note_start(log)
         # Without PYTHONPATH and the folder of the script: `workflow` and `agents` are not this package's modules there.
         self._node, self._launcher = next(self._launchers)
         argv = [*self._launcher, chosen.python or sys.executable, "-I", environment_child.__file__]

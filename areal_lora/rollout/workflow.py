@@ -29,7 +29,8 @@ from areal_lora.data.prompts import Formatter, Prompt, TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedText, StructuredOutputs, ToolCallsBody
 from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
-from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.reward_calls import Score, ScoreItem, cause_of
+from areal_lora.tasks.rewards import grade
 from areal_lora.tasks.stored_samples import given_answer
 from areal_lora.tokens import first_routes
 from areal_lora.types import AdapterRef, Generation, Outcome, Sample, TokenColumns, Trajectory, TrajectoryGroup
@@ -310,17 +311,14 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
     return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
 
 
-def given_score(reward: float | Score) -> Score:
-    """A reward that user code gave; one that is not finite is an error, as from a scorer. A bool is also `correct`."""
+def given_score(reward: object) -> Score:
+    """A reward that user code gave: a `Score`, or what a reward function may return; else an error, as of a scorer."""
     if isinstance(reward, Score):
         return reward
     try:
-        value = float(reward)
-    except OverflowError:  # an int that no float can hold
-        value = math.inf
-    if not math.isfinite(value):
-        return Score.fault(Outcome.ERROR, f"the reward is {value}, not a finite number")
-    return Score(reward=value, outcome=Outcome.OK, correct=reward if isinstance(reward, bool) else None)
+        return grade(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Score.fault(Outcome.ERROR, str(error), cause_of(error, alone=False))
 
 
 def derived_seed(seed: int, *parts: str | int) -> int:

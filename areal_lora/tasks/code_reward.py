@@ -149,7 +149,7 @@ class CodeRunner:
                 stdout=out,
                 stderr=errors,
                 cwd=work,
-                env={"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"HOME": str(work), "TMPDIR": str(work), "OMP_NUM_THREADS": "1"},
                 preexec_fn=lambda: self._fence(folder),  # this process has one thread
             )
             try:

@@ -34,6 +34,7 @@ import msgspec
 from areal_lora.config.sections.section import ServedModel
 from areal_lora.config.sections.task import RewardConfig, labels
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
+from areal_lora.processes.loading import UserFile
 from areal_lora.tasks.reward_calls import SHORT, Score, ScoreItem, Style, Traces
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame, too_long
@@ -65,6 +66,7 @@ class ScorerPool:
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
         self.setup = setup_of(reward, None if hidden is None else hidden.absolute())
+        self._file = UserFile(self.setup.path)
         self.key_env = reward.key_env if isinstance(reward, ServedModel) else None
         self._costs: dict[str, float] = {}
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
@@ -144,6 +146,7 @@ class ScorerPool:
     async def _start(self) -> "_Child":
         if self._closed:
             raise RolloutError("scorer pool: already closed")
+        self._file.note_start(log)
         child = await _Child.spawn(self)
         self._children.add(child)
         try:
@@ -189,10 +192,12 @@ class _Child:
     @classmethod
     async def spawn(cls, pool: ScorerPool) -> Self:
         setup, key_env = pool.setup, pool.key_env
-        environment = {"PATH": os.defpath}
+        names = ["LD_LIBRARY_PATH"]  # interpreters of environment modules start with it alone
         if setup.is_served:
-            names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
-            environment |= {name: os.environ[name] for name in names if name in os.environ}
+            names += ["SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else [])]
+        elif setup.network:  # clients in the function read keys, proxies and certificates there
+            names = [name for name in os.environ if not name.startswith("AREAL_LORA")]
+        environment = {"PATH": os.defpath} | {name: os.environ[name] for name in names if name in os.environ}
         if setup.scratch_bytes and not setup.is_served:
             scratch = tempfile.mkdtemp(prefix=f"areal-lora-reward-{os.getpid()}-")
             setup = msgspec.structs.replace(setup, scratch=scratch)

@@ -7,7 +7,7 @@ the same process, and no tensor costs Python work. No other file uses addresses.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,18 @@ from numba.extending import intrinsic
 F32, BF16, F16 = 0, 1, 2  # element kinds
 
 
+def compiled(signature: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for calls without the GIL; for other processes, too, where numba may write below its file or home."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(signature, nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # both are read-only, as in a container of another user
+            return numba.njit(signature, nogil=True, **options)(function)
+
+    return decorate
+
+
 @intrinsic
 def pointer(context: Any, address: Any) -> Any:
     """Make a pointer for ``carray`` from an address."""
@@ -30,7 +42,7 @@ def pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@compiled(inline="always")
 def _to_half(bits: Any, kind: int) -> Any:
     """Round the bits of a float32 to nearest even; NaN stays NaN (it keeps a mantissa bit)."""
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -50,7 +62,7 @@ def _to_half(bits: Any, kind: int) -> Any:
     return np.uint16(((bits >> np.uint32(16)) & np.uint32(0x8000)) | found)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@compiled(inline="always")
 def _from_half(half: Any, kind: int) -> Any:
     bits = np.uint32(half)
     if kind == BF16:
@@ -69,21 +81,21 @@ def _from_half(half: Any, kind: int) -> Any:
 # The functions below take scalars: an array argument costs as much as copying a small tensor.
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _row_bits(src: int, dst: int, nbytes: int) -> None:
     a, b = carray(pointer(src), nbytes // 2, np.uint16), carray(pointer(dst), nbytes // 2, np.uint16)
     for j in range(nbytes // 2):
         b[j] = a[j]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
     a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.float32)
     for j in range(n):
         b[j] = a[j] * scale
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _row_f32_half(src: int, dst: int, n: int, scale: Any, kind: int) -> None:
     a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):  # twice as fast
@@ -95,21 +107,21 @@ def _row_f32_half(src: int, dst: int, n: int, scale: Any, kind: int) -> None:
             b[j] = _to_half(np.float32(a[j] * scale).view(np.uint32), kind)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _row_half_f32(src: int, dst: int, n: int, scale: Any, kind: int) -> None:
     a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.float32)
     for j in range(n):
         b[j] = _from_half(a[j], kind) * scale
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _row_half_half(src: int, dst: int, n: int, scale: Any, src_kind: int, dst_kind: int) -> None:
     a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.uint16)
     for j in range(n):
         b[j] = _to_half(np.float32(_from_half(a[j], src_kind) * scale).view(np.uint32), dst_kind)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def copy_blocks(
     src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, blocks: Any, first: int, last: int
 ) -> None:
@@ -139,12 +151,12 @@ def copy_blocks(
                 _row_half_half(src, dst, n, b.scale, src_kind, dst_kind)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@compiled(inline="always")
 def _mix(h: Any, acc: Any) -> Any:
     return (h * np.uint64(0x9E3779B97F4A7C15)) ^ acc ^ (acc >> np.uint64(32))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def mix_chunks(chunks: Any, infinite: Any, chunk: Any, sizes: Any, first: int, last: int, sums: Any, bad: Any) -> None:
     """As `fingerprints` of tensors ``first:last``, from ``chunks`` uint64 [n], their sums over blocks of words.
 
@@ -158,7 +170,7 @@ def mix_chunks(chunks: Any, infinite: Any, chunk: Any, sizes: Any, first: int, l
         sums[i], bad[i] = h, np.uint8(found)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     """(fingerprint, 1 where an exponent is all ones) of ``size`` elements at address ``at``.
 
@@ -188,7 +200,7 @@ def _fingerprint(at: int, size: int, kind: int, keys: int, width: int) -> Any:
     return h, (carries & np.uint32(0x80008000)) != np.uint32(0)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def fingerprints(
     base: int, kind: int, offsets: Any, sizes: Any, keys: int, width: int, first: int, last: int, sums: Any, bad: Any
 ) -> None:

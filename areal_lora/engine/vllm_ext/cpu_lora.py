@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from areal_lora.weight_sync.kernels import compiled
 
 _COLUMNS = 128  # of lora_B that are transposed at a time; they stay in the first-level cache
 _MATH = {"reassoc", "contract", "nsz"}  # sums in any order; NaN and infinity stay what they are
@@ -34,7 +35,7 @@ _IDS, _ROWS, _STACK = "int64[:, ::1]", "int64[::1]", "float32[:, :, :, ::1]"
 _MATRIX = "float32[:, ::1]"
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_MATH)
+@compiled(fastmath=_MATH)
 def _shrink(low: Any, x: Any, rows: Any, first: int, end: int, a: Any) -> None:
     """``low[i] = a x[rows[i]]`` for ``first <= i < end``."""
     rank, width = a.shape
@@ -48,7 +49,7 @@ def _shrink(low: Any, x: Any, rows: Any, first: int, end: int, a: Any) -> None:
             low[i, j] = total
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_MATH)
+@compiled(fastmath=_MATH)
 def _expand(y: Any, start: int, low: Any, rows: Any, first: int, end: int, bt: Any, n: int) -> None:
     """``y[rows[i], start : start + n] += low[i] bt[:, :n]``; a multiple of four ranks."""
     for i in range(first, end):
@@ -60,12 +61,7 @@ def _expand(y: Any, start: int, low: Any, rows: Any, first: int, end: int, bt: A
                 yi[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
 
 
-@numba.njit(
-    f"void({_MATRIX}, int64, int64, {_MATRIX}, {_ROWS}, {_IDS}, {_STACK}, {_STACK}, {_MATRIX})",
-    nogil=True,
-    cache=True,
-    fastmath=_MATH,
-)
+@compiled(f"void({_MATRIX}, int64, int64, {_MATRIX}, {_ROWS}, {_IDS}, {_STACK}, {_STACK}, {_MATRIX})", fastmath=_MATH)
 def _add_part(y: Any, at: int, width: int, x: Any, rows: Any, cells: Any, a: Any, b: Any, low: Any) -> None:
     """One part of ``add_lora_rows``. ``low`` [rows, ranks, a multiple of four] is for the products with ``a``."""
     bt = np.zeros((low.shape[1], _COLUMNS), np.float32)

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import urllib.request
+from fractions import Fraction
 from typing import Any
 
 
@@ -28,6 +29,18 @@ async def unscored(task: Any) -> None:
 
 async def no_number(task: Any) -> float:
     return blocks(task) * float("nan")
+
+
+async def parts(task: Any) -> dict[str, Any]:
+    return {"letters": blocks(task), "brief": Fraction(1, 4), "correct": True}
+
+
+async def parts_and_reward(task: Any) -> dict[str, Any]:
+    return {"reward": blocks(task) / 8, "letters": 2, "correct": False}
+
+
+async def wrong_parts(task: Any) -> dict[str, Any]:
+    return {"letters": blocks(task) == 2, "brief": 1}
 
 
 def text(task: Any) -> str:

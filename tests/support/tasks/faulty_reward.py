@@ -145,7 +145,7 @@ def reward(completion: str, gold: str) -> float:
         case "memory_limit":
             return float(resource.getrlimit(resource.RLIMIT_AS)[1])
         case "environment":
-            return float(len(set(os.environ) - {"PATH", "LC_CTYPE", "TMPDIR", "HOME"}))
+            return float(len(set(os.environ) - {"PATH", "LD_LIBRARY_PATH", "LC_CTYPE", "TMPDIR", "HOME"}))
         case "sockets":
             return float(sum(1 for fd in descriptors() if _is_socket(fd)))
     return float(completion == gold)

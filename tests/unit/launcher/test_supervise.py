@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal_lora.launcher.plan import ProcessSpec
@@ -58,3 +60,56 @@ def test_a_run_under_nohup_outlives_its_terminal(number: signal.Signals, counted
     with handled(number, signal.SIG_IGN), Interrupts() as interrupts:  # type: ignore[arg-type]
         os.kill(os.getpid(), number)
         assert interrupts.count == counted
+
+
+# Starts a worker that outlives it (daemon) or not, once the file is there; the worker holds shared memory.
+SERVER = """
+import os, subprocess, sys, time
+from multiprocessing.resource_tracker import unregister
+from multiprocessing.shared_memory import SharedMemory
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+work = "import mmap, os, sys, time; file = open('/dev/shm/' + sys.argv[2], 'r+b'); held = mmap.mmap(file.fileno(), 0); "
+work += "open(sys.argv[1], 'w').write(f'{os.getpid()}.'); time.sleep(600)"
+memory = SharedMemory(sys.argv[2], create=True, size=8)
+unregister(memory._name, "shared_memory")
+subprocess.Popen([sys.executable, "-c", work, sys.argv[3], sys.argv[2]], start_new_session=sys.argv[4] == "orphan")
+if sys.argv[4] == "orphan":
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("how", ["child", "orphan"])
+def test_the_end_of_a_run_ends_its_own_processes_and_no_others(tmp_path: Path, how: str) -> None:
+    """A user's server, started before or during the run, may start workers later, and so may a server of the run."""
+    begin = tmp_path / "begin"
+    ready = [tmp_path / name for name in ("before", "during", "ours")]
+    names = [f"test-supervise-{os.getpid()}-{how}-{path.name}" for path in ready]
+    argv = [
+        (sys.executable, "-c", SERVER, str(begin), name, str(path), how)
+        for name, path in zip(names, ready, strict=True)
+    ]
+    theirs = [subprocess.Popen(argv[0], start_new_session=True)]
+    workers = list[psutil.Process]()
+    try:
+        with Supervisor(tmp_path, grace_s=1.0) as supervisor:
+            supervisor.start([ProcessSpec(role="server", index=0, argv=argv[2], env={})])
+            theirs.append(subprocess.Popen(argv[1]))
+            begin.touch()
+            wait_until(lambda: all(path.exists() and path.read_text().endswith(".") for path in ready))
+            supervisor.look_after()
+            workers += [psutil.Process(int(path.read_text().rstrip("."))) for path in ready]
+        assert [lives(worker) for worker in workers] == [True, True, False]
+        assert [(Path("/dev/shm") / name).exists() for name in names] == [True, True, False]
+    finally:
+        for process in [*theirs, *filter(lives, workers)]:
+            process.kill()
+        for server in theirs:
+            server.wait()
+        for name in names:
+            (Path("/dev/shm") / name).unlink(missing_ok=True)

@@ -65,12 +65,48 @@ def test_an_object_of_a_module_is_imported_where_the_module_is_unknown(
             del sys.modules[name]
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from {module} import stated
+from areal_lora.library.objects import UserCode, _travel
+
+def {what}(completion, answer):
+    return stated(completion)
+
+path, text = _travel({what!r}, {what})
+code = UserCode(paths={{}}, files={{path.partition(":")[0]: text}})
+code.write(Path(sys.argv[1]))
+print(path)
+"""
+
+
+@pytest.mark.parametrize("what", ["reward", "environment"])
+@pytest.mark.parametrize("package", ["", "experiments", "experiments.first"])
+def test_a_script_beside_a_module_with_the_name_of_the_argument(what: str, package: str, tmp_path: Path) -> None:
+    """`reward.py` with helpers is what many have; a script of a package imports its neighbours by the package."""
+    code, place, away = tmp_path / "code", tmp_path.joinpath(*package.split(".")), tmp_path / "away"
+    for folder in (code, place, away):
+        folder.mkdir(parents=True, exist_ok=True)
+    (place / f"{what}.py").write_text("def stated(text):\n    return 0.25\n")
+    (place / "script.py").write_text(SCRIPT.format(what=what, module=f".{what}" if package else what))
+    argv = ["-m", f"{package}.script"] if package else [str(place / "script.py")]
+    done = subprocess.run([sys.executable, *argv, str(code)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    path = f"{code / done.stdout.strip()}"
+    assert called_elsewhere(path, away) == 0.25
+    load = f"from areal_lora.rollout.environment_kinds import load; print(load({path!r})('', ''))"
+    done = subprocess.run([sys.executable, "-c", load], cwd=away, capture_output=True, text=True, check=False)
+    assert done.stdout == "0.25\n", done.stderr
+
+
 def test_an_object_of_an_installed_package_keeps_its_name() -> None:
     config = load_config(FILES)
     put = user_code(config, {"environment": json.JSONDecoder, "reward": json.dumps}).put_into(config, Path("/x"))
     workflow = put.adapters[0].workflow.model_dump()
     assert (workflow["kind"], workflow["env"], workflow["path"]) == ("multi_turn", "json.decoder:JSONDecoder", None)
-    assert user_code(config, {"agent": draw_problem}).files.keys() == {"agent.py"}
+    assert user_code(config, {"agent": draw_problem}).files.keys() == {"areal_lora_agent.py"}
 
 
 def test_what_is_configured_besides_remains() -> None:

@@ -102,11 +102,11 @@ def test_an_object_is_in_the_run_folder_and_in_its_configuration(
     run = areal_lora.train(EMBEDDED, overrides=["run.name=x", "run.steps=1"], reward=reward)
     saved = run.config.adapters[0].reward
     assert isinstance(saved, FunctionReward)
-    assert saved.path == f"{run.folder}/code/reward.py:numeric_match"
-    assert "import numeric_match" in (run.folder / "code" / "reward.py").read_text()
+    assert saved.path == f"{run.folder}/code/areal_lora_reward.py:numeric_match"
+    assert "import numeric_match" in (run.folder / "code" / "areal_lora_reward.py").read_text()
     areal_lora.train(EMBEDDED, overrides=["run.name=x", "run.steps=1"], reward=reward, fresh=True)
-    assert (run.folder / "code" / "reward.py").is_file()
-    assert (tmp_path / "runs" / "x.1" / "code" / "reward.py").is_file()
+    assert (run.folder / "code" / "areal_lora_reward.py").is_file()
+    assert (tmp_path / "runs" / "x.1" / "code" / "areal_lora_reward.py").is_file()
 
 
 def test_all_that_the_guardrails_refuse(tmp_path: Path) -> None:

@@ -96,10 +96,13 @@ def test_a_reward_may_be_any_number(reward: Any) -> None:
 
 
 def test_a_reward_that_is_no_finite_number_costs_its_group() -> None:
-    for reward in (float("nan"), 10**400):
+    for reward in (float("nan"), 10**400, "good"):
         assert checked("reward", reward).group.trajectories[0].outcome is Outcome.ERROR
-    with pytest.raises(ValueError, match="could not convert"):
-        checked("reward", "good")
+
+
+def test_a_reward_may_have_named_parts() -> None:
+    given = checked("reward", {"right": 1, "brief": 0.5, "correct": True}).group.trajectories[0]
+    assert (given.reward, given.correct, given.components) == (1.5, True, {"right": 1.0, "brief": 0.5})
 
 
 def test_a_worker_returns_the_episode_that_the_controller_would_make(monkeypatch: pytest.MonkeyPatch) -> None:

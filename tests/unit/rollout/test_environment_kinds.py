@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import shlex
+import statistics
 import sys
 import threading
 import urllib.error
@@ -14,9 +16,39 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from areal_lora.rollout.environment_kinds import Chat, Gym, Mcp, _mcp_session, _mcp_tools, _tool_text, called
+from areal_lora.rollout.conversations import Reply
+from areal_lora.rollout.environment_child import plain
+from areal_lora.rollout.environment_kinds import (
+    Chat,
+    Gym,
+    Mcp,
+    _mcp_session,
+    _mcp_tools,
+    _tool_text,
+    _turn,
+    called,
+    load,
+)
+
+
+def test_a_file_neither_hides_an_installed_module_nor_is_there_twice_for_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "statistics", statistics)
+    (tmp_path / "statistics.py").write_text("from statistics import mean\ndef make():\n    return mean([1, 3])\n")
+    (tmp_path / "my_world.py").write_text("import my_tools\nclass World:\n    tools = my_tools\n")
+    (tmp_path / "my_tools.py").write_text("def world():\n    from my_world import World\n    return World\n")
+    (tmp_path / "my-world.v2.py").write_text("def make():\n    return 2\n")
+    assert load(f"{tmp_path}/statistics.py:make")() == 2
+    world = load(f"{tmp_path}/my_world.py:World")
+    assert vars(world)["tools"].world() is world
+    assert load(f"{tmp_path}/my-world.v2.py:make")() == 2
+
 
 PAGED = """
 import asyncio
@@ -49,6 +81,29 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (np.float32(0.5), "0.5"),
+        (np.bool_(True), "1.0"),
+        (torch.tensor(0.25), "0.25"),
+        (10**400, "inf"),
+        (math.nan, "nan"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_reward_is_any_number(given: Any, text: str) -> None:
+    assert _turn(Reply(reward=given))["reward"] == _turn({"reward": given})["reward"] == plain(given) == text
+    assert plain({"part": given, "correct": False}) == {"part": text, "correct": False}
+
+
+@pytest.mark.parametrize("given", ["1", b"1", [1.0]])
+def test_a_text_and_a_list_are_no_reward(given: Any) -> None:
+    for refuse in (plain, lambda reward: _turn(Reply(reward=reward))):
+        with pytest.raises(TypeError, match=f"reward is of type {type(given).__name__}"):
+            refuse(given)
 
 
 @pytest.mark.parametrize("end", ["none", "empty", "repeated"])

@@ -103,18 +103,24 @@ def test_a_limit_of_the_run_that_ends_an_episode_is_its_finish_reason(
 
 
 @pytest.mark.parametrize(
-    ("name", "reward", "outcome"),
+    ("name", "reward", "correct", "components"),
     [
-        ("blocks", 2.0, Outcome.OK),
-        ("right", 1.0, Outcome.OK),
-        ("unscored", 2.0, Outcome.OK),
-        ("no_number", None, Outcome.ERROR),
+        ("blocks", 2.0, None, {}),
+        ("right", 1.0, True, {}),
+        ("unscored", 2.0, None, {}),
+        ("no_number", None, None, {}),
+        ("parts", 2.25, True, {"letters": 2.0, "brief": 0.25}),
+        ("parts_and_reward", 0.25, False, {"letters": 2.0}),
+        ("wrong_parts", None, None, {}),
     ],
 )
-def test_an_agents_reward(name: str, reward: float | None, outcome: Outcome) -> None:
+def test_an_agent_returns_what_a_reward_function_may(
+    name: str, reward: float | None, correct: bool | None, components: dict[str, float]
+) -> None:
     for t in episode(agent(name)).group.trajectories:
-        assert t.outcome is outcome
+        assert t.outcome is (Outcome.ERROR if reward is None else Outcome.OK)
         assert reward is None or t.reward == reward
+        assert (t.correct, dict(t.components)) == (correct, components)
 
 
 def test_blocking_samples_have_a_thread_each() -> None:
@@ -138,7 +144,7 @@ def test_an_agents_client_reaches_the_endpoint_past_a_proxy(monkeypatch: pytest.
     ("name", "detail", "cause"),
     [
         ("fails", r"agent: ValueError: no idea of s \(plain_agents\.py, line \d+\)", Cause.OTHER),
-        ("text", "agent: TypeError: the agent returned str", Cause.CODE),
+        ("text", "agent: TypeError: the reward is of type str", Cause.CODE),
         ("undecodable", r"agent: ValueError: caf\? \(plain_agents\.py", Cause.OTHER),
         ("exits", "agent: RuntimeError: SystemExit: no such model", Cause.OTHER),
         ("is_its_own_cause", "agent: ValueError: no answer", Cause.OTHER),
@@ -181,6 +187,25 @@ def test_a_killed_worker_loses_no_sample(tmp_path: Path) -> None:
     started = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
     assert len(started) == 2, "a second process"
     assert sum(started.values()) > 8, "samples are repeated"
+
+
+EDITED = """
+import os
+from pathlib import Path
+
+def agent(task):
+    with Path(__file__).open("a") as file:
+        file.write("#")
+    os._exit(3)
+"""
+
+
+def test_a_file_that_is_edited_during_a_run_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = list[str]()
+    monkeypatch.setattr(environment_workers.log, "warning", lambda text, *args: warned.append(text % args))
+    (tmp_path / "mine.py").write_text(EDITED)
+    run({"kind": "agent", "path": f"{tmp_path}/mine.py:agent", "workers": 1})
+    assert [text.partition(":")[0] for text in warned] == [f"{tmp_path}/mine.py has changed"]
 
 
 @pytest.mark.parametrize("child", [False, True])

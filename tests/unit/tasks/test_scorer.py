@@ -390,6 +390,31 @@ def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_pat
     assert opened.reward == 0.75
 
 
+ENVIRONMENT = """
+import os
+
+def reward(completion, answer):
+    same = os.environ.get("HOME") == os.environ["TMPDIR"] != answer
+    return {name: float(name in os.environ) for name in completion.split()} | {"private": float(same)}
+"""
+
+
+def test_only_a_reward_with_network_gets_the_environment_and_never_that_of_the_run(tmp_path, monkeypatch):
+    """A client in the function needs its key; a Python that needs `LD_LIBRARY_PATH` starts without network, too."""
+    given = ["JUDGE_API_KEY", "HTTPS_PROXY", "LD_LIBRARY_PATH", "AREAL_LORA_REMOTE_TOKEN"]
+    for name in given:
+        monkeypatch.setenv(name, "/of/this/process")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=120)
+    names = item(" ".join(given), str(tmp_path))
+    found = [
+        score([names], reward=mine.model_copy(update={"network": network}))[0][0].components
+        for network in (False, True)
+    ]
+    assert [list(each.values()) for each in found] == [[0.0, 0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0, 1.0]]
+
+
 def test_python_itself_refuses_where_the_kernel_does_not():
     code = (
         "import os, socket, subprocess\n"
@@ -829,3 +854,24 @@ def test_a_first_start_that_no_time_helps_fails_at_once(monkeypatch: pytest.Monk
 
     with pytest.raises(FileNotFoundError):
         asyncio.run(run())
+
+
+def test_a_reward_file_that_is_edited_during_a_run_is_reported_once(tmp_path, monkeypatch):
+    """Children that start later load it: answers of one group may have the rewards of two functions."""
+    warned, file = [], tmp_path / "mine.py"
+    monkeypatch.setattr(scorer.log, "warning", lambda text, *args: warned.append(text % args))
+    text = "import os\ndef reward(completion, answer):\n    return os._exit(3) if completion == 'exit' else {}\n"
+    file.write_text(text.format(1))
+
+    async def run():
+        async with ScorerPool(FunctionReward(path=f"{file}:reward", timeout_s=120)) as pool:
+            found = [(await pool.score([item("exit"), item("a")]))[1].reward]
+            told = [len(warned)]
+            file.write_text(text.format(0))
+            for _ in range(2):
+                found.append((await pool.score([item("a"), item("exit"), item("a")]))[2].reward)
+                told.append(len(warned))
+            return found, told
+
+    assert asyncio.run(run()) == ([1.0, 0.0, 0.0], [0, 1, 1])
+    assert warned[0].startswith(f"{file} has changed: processes that start from now on load it")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from areal_lora.engine.vllm_ext import cpu_lora
+from areal_lora.weight_sync import kernels
 from areal_lora.weight_sync.kernels import BF16, F16, F32, N_KEYS, Block, Marks, TensorBlocks, fingerprints, multipliers
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -224,3 +233,17 @@ def test_the_keys_never_change_and_depend_on_a_key():
     keyed = multipliers("fingerprint", 1024, b"secret")
     assert not (keyed == keys).any()
     assert (keyed & np.uint64(1)).all()
+
+
+@pytest.mark.parametrize("module", [kernels, cpu_lora])
+def test_compiled_loops_need_no_folder_that_can_be_written(module: ModuleType, tmp_path: Path) -> None:
+    """As in a container of another user. Files are in the places of the folders, which stops root, too."""
+    assert module.__file__ is not None
+    shutil.copy(module.__file__, tmp_path / "loops.py")
+    (tmp_path / "__pycache__").touch()
+    code = "import loops, numpy as np; a, b = np.arange(4), np.zeros(4, int)"
+    code += "; loops._row_bits(a.ctypes.data, b.ctypes.data, 32); print(b.sum())" * (module is kernels)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "__pycache__"), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-B", "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("6\n" if module is kernels else "")
