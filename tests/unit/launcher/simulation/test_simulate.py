@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from areal_lora.launcher.simulation import simulate as simulate_module
 from areal_lora.launcher.simulation.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
 from areal_lora.launcher.simulation.simulate import Scenario, SimulatedRun, SimulationReport, simulate
 from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import ScoredGroup
 from tests.support.paths import EXAMPLES
 
 RECORDED = Path(__file__).parent / "recorded_run"
@@ -84,6 +87,22 @@ def test_prompts_are_trained_once_and_within_the_staleness() -> None:
     assert found.stats.issued == found.stats.consumed + dropped + live
     assert 0 <= min(found.staleness) <= max(found.staleness) <= config().rollout.max_staleness
     assert len(found.publishes) == FOUR.steps
+
+
+def test_dropped_groups_cost_places_and_not_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the groups are uniform: of servers with places for twice as many the steps take little longer.
+
+    A batch that was filled in waves, the next one after the drops of the last, would take twice as long at least.
+    """
+    many, long = replace(FOUR, servers=32, steps=24), replace(COSTS, trained_token_s=1e-6)
+    whole = simulate(config(), long, many)
+    monkeypatch.setattr(ScoredGroup, "uniform", property(lambda group: group.ticket.prompt.position % 2 == 0))
+    monkeypatch.setattr(simulate_module.feed, "AdapterFeed", partial(AdapterFeed, drop_uniform=True))
+    half = simulate(config(), long, many)
+    assert half.stats is not None
+    print(whole.steps_per_hour, half.steps_per_hour, half.stats.dropped)
+    assert half.stats.dropped["no_variance"] > 15 * many.steps
+    assert half.steps_per_hour > 0.8 * whole.steps_per_hour
 
 
 def test_a_slow_server_shows() -> None:
