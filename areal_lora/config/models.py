@@ -55,6 +55,12 @@ class Config(Section):
         return RunFolder(self.run.root / self.run.name)
 
     @property
+    def waits_on_servers(self) -> bool:
+        """Whether requests may wait for places: none of them has a deadline, and no client waits for an answer."""
+        all_single = all(each.workflow.kind == "single_turn" and not each.sft.steps for each in self.adapters)
+        return self.service is None and all_single
+
+    @property
     def only_adapter(self) -> str | None:
         """The adapter of a run that has one and gets no other: tags of its curves do not name it."""
         return self.adapters[0].name if len(self.adapters) == 1 and self.service is None else None

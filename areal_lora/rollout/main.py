@@ -40,7 +40,7 @@ from areal_lora.rollout.ledger.curricula import Curriculum, SolvedShares
 from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import write_counts
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import Scorer, Workflow, WorkflowContext
+from areal_lora.rollout.workflow import Episode, Scorer, Workflow, WorkflowContext
 from areal_lora.rollout.workflow_loading import Teacher, build_training, build_workflow
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
@@ -51,7 +51,8 @@ from areal_lora.tasks.scorer import RewardSum
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
 EPISODE_LEASE = 3  # times `sampling.timeout_s`: a sample whose time is over is repeated once
-SINGLE_TURN_LEASE = 10  # times `sampling.timeout_s`: no deadline, but an answer lost by a live server is repeated
+SINGLE_TURN_LEASE = 20
+"""Times `sampling.timeout_s`, of which half may be a wait for places: an answer lost by a live server is repeated."""
 COUNTS_S = 5.0
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
@@ -183,6 +184,7 @@ class SharedResources:
             evaluator=evaluator,
             take_costs=scorer.take_costs,
             texts=bool(self.config.run.keep_rollouts_mib),
+            lengths=_lengths if self.config.waits_on_servers else None,
         )
 
     async def open(self, raw: bytes) -> AdapterRuntime:
@@ -245,6 +247,10 @@ async def serve(
             log.info("stopping")
         except* ArealLoraError as errors:
             raise _first(errors) from errors
+
+
+def _lengths(episode: Episode) -> list[int]:
+    return [trajectory.columns.n_sampled for trajectory in episode.group.trajectories]
 
 
 async def _tick(config: Config, run_folder: RunFolder) -> None:

@@ -23,23 +23,23 @@ from areal_lora.types import gold_text
 
 FILE = "replies.sqlite"
 BUSY_S = 30.0
+KEPT, TRIM_EVERY = 250_000, 1000  # replies; 512 tokens of each are 0.6 GB
 
 
 class JudgeCache:
-    """Texts of replies by the hash of the whole question. Raises sqlite3.Error if the file cannot be made."""
+    """The newest replies' texts by the hash of the whole question. Raises sqlite3.Error if the file cannot be made."""
 
     def __init__(self, folder: Path) -> None:
         self._file = sqlite3.connect(folder / FILE, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=NORMAL")
-        self._file.execute(
-            "CREATE TABLE IF NOT EXISTS texts (question TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID"
-        )
+        self._file.execute("DROP TABLE IF EXISTS texts")  # of versions that kept all
+        self._file.execute("CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, text TEXT NOT NULL)")
 
     def get(self, question: str) -> str | None:
         """The reply, None if there is none or the file cannot be read."""
         try:
-            row = self._file.execute("SELECT text FROM texts WHERE question = ?", (question,)).fetchone()
+            row = self._file.execute("SELECT text FROM replies WHERE question = ?", (question,)).fetchone()
         except sqlite3.Error:
             return None  # the judge is called instead
         return None if row is None else str(row[0])
@@ -47,7 +47,10 @@ class JudgeCache:
     def put(self, question: str, reply: str) -> bool:
         """Keep ``reply``; False if the disk does not take it: the score counts all the same."""
         try:
-            self._file.execute("INSERT OR REPLACE INTO texts VALUES (?, ?)", (question, reply))
+            put = self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (question, reply))
+            newest = put.lastrowid or 0
+            if newest % TRIM_EVERY == 0:
+                self._file.execute("DELETE FROM replies WHERE rowid <= ?", (newest - KEPT,))
         except sqlite3.Error:
             return False
         return True

@@ -207,7 +207,7 @@ class SamplingConfig(Section):
     """Texts that end an answer; their tokens are trained on, the reward gets the answer without them."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; after that it is a
-    `timeout`. A single-turn rollout is repeated after ten times as long."""
+    `timeout`. A single-turn rollout is repeated after 20 times as long."""
 
     @model_validator(mode="after")
     def _stages_draw(self) -> Self:

@@ -103,6 +103,11 @@ class _Numbers(Formatter):
         return Prompt(uid=uid, position=position, sample=sample, text=sample.prompt, token_ids=[position])
 
 
+def _lengths(episode: Episode) -> list[int]:
+    (answers,) = episode.group.trajectories
+    return answers.token_ids[1:]
+
+
 class _World:
     """Workflow, servers and trainer around the controller of one simulated run."""
 
@@ -171,6 +176,7 @@ class _World:
             seed=seed,
             capacity=capacity,
             weight=1.0,
+            lengths=_lengths if self.config.waits_on_servers else None,
         )
         adapters, stop = {self.name: self.runtime}, asyncio.Event()
         self.controller = controller.Controller(adapters, self.router, tasks=tasks, stop=stop, open_adapter=_unused)

@@ -149,12 +149,12 @@ class AdapterFeed:
         A prompt that came too late has long answers: it waits for a version announced since the last hand-over,
         which gives it a step more than the version before.
         """
-        groups, next_version = self.groups, self._ledger.head.next_version
+        groups, next_version, live = self.groups, self._ledger.head.next_version, self.groups.live(self.pacer.kept)
         if self.newest == NO_VERSION or len(groups.running) >= self.max_running:
             return None
-        if not self.pacer.capacity(newest=self.newest, next_version=next_version, live=groups.live):
+        if not self.pacer.capacity(newest=self.newest, next_version=next_version, live=live):
             return None
-        step = next_version + (groups.live + len(groups.waiting)) // self.budget.prompts_per_step
+        step = next_version + (live + len(groups.waiting)) // self.budget.prompts_per_step
         return groups.start(also_stale=self.newest >= next_version - 1, step=step)
 
     def begin(self, ticket: Ticket) -> AdapterRef | None:
@@ -198,11 +198,13 @@ class AdapterFeed:
             self._dropped.append(groups.dropped(live, reason, episode))
             self.groups.reissue(live, reason)
         elif self._drop_uniform and finished.uniform:
+            self.pacer.answered(kept=False)
             self._dropped.append(groups.dropped(live, NO_VARIANCE, episode))
             self._ledger.drop(live.seq, NO_VARIANCE)
             self._uniform_in_a_row += 1
         else:
             self._uniform_in_a_row = 0
+            self.pacer.answered(kept=True)
             if not self.groups.finish(finished):
                 fix = "fewer sampling.n_samples or a smaller rollout.max_model_len"
                 self.failures.details[groups.TOO_LARGE] = f"a group exceeds {groups.MAX_BYTES:,} bytes (fix: {fix})"
@@ -260,7 +262,9 @@ class AdapterFeed:
         elif step != next_version:
             raise RolloutError(f"{self.name}: step {step} requested, but step {next_version} is next")
         else:
-            self.pacer.requested((finished.ready_s for finished in groups.ready.values()), live=groups.live)
+            self.pacer.requested(
+                (finished.ready_s for finished in groups.ready.values()), live=groups.live(self.pacer.kept)
+            )
             if len(groups.ready) < self.budget.prompts_per_step:
                 return None
             by_age = sorted(groups.ready, key=lambda seq: (groups.ready[seq].oldest, seq))

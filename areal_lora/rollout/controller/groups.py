@@ -312,10 +312,9 @@ class GroupPool:
 
     # ------------------------------------------------------------ done and leased
 
-    @property
-    def live(self) -> int:
-        """The number of groups held for the next step and later ones."""
-        return len(self.running) + len(self.ready)
+    def live(self, kept: float) -> int:
+        """The number of groups for the next step and later ones if of the running ones this share is ``kept``."""
+        return len(self.ready) + math.ceil(len(self.running) * kept)
 
     def finish(self, finished: ScoredGroup) -> bool:
         """Whether the group is ready. Its trajectories may exceed ``MAX_BYTES``: then it is dropped."""

@@ -6,7 +6,11 @@ version ``k`` is announced: beginning it later in that step gains nothing, begin
 is therefore issued at the announcement, as far as it can be whole in time, and only the shortfall
 is issued before it::
 
-    consumed + ready + running <= (V + 2) * B + ahead
+    consumed + ready + kept * running <= (V + 2) * B + ahead
+
+``kept`` is the share of the last answered groups that was not dropped for equal rewards (``drop_uniform``). A dropped
+group that was counted whole is replaced only after its answers have ended, so that a batch would take several
+generations. Below ``max_staleness`` 2, where a surplus group comes too late, ``kept`` is the root of the share.
 
 ``ahead`` is measured. When the trainer requests a batch, each group that is not ready is one that should have been
 issued before. It is the most that any of the last ``WINDOW`` requests fell short of: a base stock in the sense of
@@ -26,10 +30,11 @@ A training step consumes at version ``k`` and publishes version ``k + 1``. A gro
 consumed at the latest by the step at version ``V + max_staleness``. With ``B``
 groups a step, admission therefore keeps (AReaL, arXiv:2505.24298, "staleness-aware training", in groups)::
 
-    consumed + ready + running <= (V + max_staleness + 1) * B
+    consumed + ready + kept * running <= (V + max_staleness + 1) * B
 
-where ``consumed = next_version * B``. Admission assumes that groups are consumed in the order of their issue, which
-stragglers break. The bound is enforced by :meth:`refusal`, applied to every group at hand-over (contract C7).
+where ``consumed = next_version * B``. Admission assumes that groups are consumed in the order of their issue and that
+``kept`` holds, which stragglers and chance break. The bound is enforced by :meth:`refusal`, applied to every group at
+hand-over (contract C7).
 """
 
 from bisect import bisect_right
@@ -58,7 +63,7 @@ class StalenessBudget:
         """Return the number of groups that may be issued now.
 
         ``newest`` is the newest version announced active, ``next_version`` the one at which the
-        next batch will be consumed, ``live`` the groups held for that step and later ones.
+        next batch will be consumed, ``live`` the groups held for that step and later ones (`GroupPool.live`).
         """
         steps = min(newest + self.max_staleness, self.last_version) + 1 - next_version
         return max(0, steps * self.prompts_per_step - live)
@@ -76,6 +81,8 @@ WINDOW = 5  # requests whose largest shortfall is covered
 DECAY = 0.95  # of the margin, at a step without a wait
 SMALLEST, LARGEST = 0.02, 0.25  # of the margin, in steps of the trainer
 NEGLIGIBLE = 0.005  # a wait of this part of a step is none
+LEAST_KEPT = 0.1  # a measured share of 0 would bound nothing
+MIN_ANSWERED = 32  # groups that a share is measured over, or two steps' worth
 
 
 class Pacer:
@@ -84,18 +91,26 @@ class Pacer:
     The feed reports each request of the trainer (`requested`) and each batch that it hands over (`taken`). ``ahead``
     groups may be issued before the version that would make them fresher. A group counts as in time if it is ready
     ``margin_s`` before it is needed. ``spare_s`` is how long the last batch was whole before the trainer requested it;
-    negative: the trainer waited; None: not measured yet.
+    negative: the trainer waited; None: not measured yet. ``kept`` is the share that a running group counts.
     """
 
     def __init__(self, pacing: Pacing, budget: StalenessBudget, clock: Callable[[], float]) -> None:
         self._pacing, self._budget, self._clock = pacing, budget, clock
         self._most = (budget.max_staleness - 1) * budget.prompts_per_step
         self._shortfalls: deque[int] = deque(maxlen=WINDOW)
+        answered = max(MIN_ANSWERED, 2 * budget.prompts_per_step)
+        self._answered, self.kept = deque([True] * answered, maxlen=answered), 1.0
         self.margin_s = 0.0
         self.spare_s: float | None = None
         self._taken_s: float | None = None  # when the last batch was handed over
         self._requested_s: float | None = None  # when the trainer requested the next one
         self._step_s: float | None = None  # the trainer's own time for a step
+
+    def answered(self, *, kept: bool) -> None:
+        """A group was answered in time, and is dropped for its rewards unless ``kept``."""
+        self._answered.append(kept)
+        share = max(LEAST_KEPT, sum(self._answered) / len(self._answered))
+        self.kept = share if self._budget.max_staleness > 1 else share**0.5
 
     @property
     def ahead(self) -> int:
@@ -120,8 +135,7 @@ class Pacer:
     def requested(self, ready_s: Iterable[float], *, live: int) -> None:
         """The trainer requests the next batch; repeated calls before `taken` change nothing.
 
-        ``ready_s`` are the times at which the groups that are ready became so, ``live`` counts these and the
-        running ones.
+        ``ready_s`` are the times at which the groups that are ready became so, ``live`` counts these, too.
         """
         if self._requested_s is not None:
             return

@@ -12,7 +12,7 @@ adapter: places come free as groups end.
 import asyncio
 import heapq
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_lora.algorithms.fair_queue import FairQueue
@@ -23,24 +23,40 @@ from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.workflow import Workflow, derived_seed, first_fault
+from areal_lora.rollout.workflow import Episode, Workflow, derived_seed, first_fault
 
 NO_VERSION_WAIT_S = 0.2
 RECENT = 16  # answered groups whose mean is the estimate
+LEAST_FILL = 0.25  # servers have at most four times what they sample at once
 
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Capacity:
-    """What servers take at once: ``sequences`` each; a group has ``n_samples``."""
+    """What servers take at once: ``sequences`` each; a group has ``n_samples``.
+
+    Its places come free one by one until its longest answer has ended: it counts ``fill`` of them, the share that
+    recent groups had on average. For a time there may be more sequences than places: they wait on the servers.
+    """
 
     sequences: int
     n_samples: int
+    fill: float = 1.0
+
+    def answered(self, lengths: Sequence[int]) -> None:
+        """A group has ended with answers of ``lengths`` tokens."""
+        share = sum(lengths) / max(1, len(lengths) * max(lengths))
+        self.fill += (max(LEAST_FILL, share) - self.fill) / RECENT
+
+    @property
+    def places(self) -> float:
+        """Those of a group, on average while it runs."""
+        return self.n_samples * self.fill
 
     def groups(self, servers: int) -> int:
         """Groups of one adapter that may run at once while no other adapter wants a place."""
-        return max(1, math.ceil(servers * self.sequences / self.n_samples))
+        return max(1, math.ceil(servers * self.sequences / self.places))
 
     def evaluated(self, servers: int) -> int:
         """Sequences that an evaluation may have at once: the other half is for training rollouts."""
@@ -63,7 +79,8 @@ class AdapterRuntime:
     ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
     are not needed any more. ``close`` ends the scorers of one that joins. ``seed`` is the adapter's. ``take_costs``
     returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None while they
-    have not. While ``paused`` no group is issued. Batches have texts if ``texts``.
+    have not. While ``paused`` no group is issued. Batches have texts if ``texts``. ``lengths`` are those of a group's
+    answers for its ``capacity``; without it no request has to wait on a server.
     """
 
     feed: AdapterFeed
@@ -77,6 +94,7 @@ class AdapterRuntime:
     failure: m.AdapterFailed | None = None
     paused: bool = False
     texts: bool = True
+    lengths: Callable[[Episode], Sequence[int]] | None = None
     take_costs: Callable[[], dict[str, float]] = dict
     close: Callable[[], Awaitable[None]] = field(init=False)
     start: "Callable[[AdapterRuntime, Ticket], None]" = field(init=False)
@@ -94,6 +112,10 @@ class AdapterRuntime:
     @property
     def running(self) -> int:
         return len(self.feed.groups.running)
+
+    @property
+    def places(self) -> float:
+        return self.capacity.places
 
     @property
     def ended(self) -> list[int | None]:
@@ -154,6 +176,8 @@ class AdapterRuntime:
             except GenerationFault as fault:
                 back_off_s = feed.retry(ticket, fault, episode)
             else:
+                if self.lengths is not None:
+                    self.capacity.answered(self.lengths(episode))
                 feed.finish(ticket, episode)
                 return
 
@@ -184,15 +208,15 @@ class Admission(FairQueue):
     def admit(self) -> None:
         """Start groups until no adapter has one, or no place remains."""
         self._settle()
-        taken, waiting = sum(account.sequences for account in self._accounts.values()), list[str]()
+        taken, waiting = sum(account.places for account in self._accounts.values()), list[str]()
         candidates = [(self.time(name), place, name) for place, name in enumerate(self._accounts)]
         heapq.heapify(candidates)
         while candidates and taken < self.sequences:
             start, place, first = candidates[0]
             account = self._accounts[first]
-            taken -= account.sequences
+            taken -= account.places
             started = account.adapter.start_one()
-            taken += account.sequences
+            taken += account.places
             if not started:
                 heapq.heappop(candidates)
                 waiting.append(first)
@@ -223,9 +247,9 @@ class Account:
         self.estimate = float(self.claim.sequences)
 
     @property
-    def sequences(self) -> int:
-        """Sequences of the groups in flight."""
-        return self.claim.sequences * self.adapter.running
+    def places(self) -> float:
+        """Those of the groups in flight."""
+        return self.adapter.places * self.adapter.running
 
     @property
     def in_flight(self) -> float:

@@ -250,13 +250,13 @@ class GroupTable:
             (self._adapter, group.seq, group.position, group.issue, group.stale, group.failed, group.resampled),
         )
 
-    def rows(self, *states: GroupState) -> list[LedgerRow]:
+    def rows(self, *states: GroupState, leased_from: int = 0) -> list[LedgerRow]:
+        """Those in ``states``, of leased ones those of step ``leased_from`` and later."""
         marks = ", ".join(str(int(state)) for state in states)
+        chosen = f"state IN ({marks}) AND (state != {GroupState.LEASED:d} OR step >= ?)"
         names = ", ".join(LedgerRow.__struct_fields__)
-        found = self._file.execute(
-            f"SELECT {names} FROM groups WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self._adapter,)
-        )
-        return msgspec.convert(found.fetchall(), list[LedgerRow])
+        query = f"SELECT {names} FROM groups WHERE adapter = ? AND {chosen} ORDER BY seq"
+        return msgspec.convert(self._file.execute(query, (self._adapter, leased_from)).fetchall(), list[LedgerRow])
 
     def payload(self, seq: int) -> bytes:
         row = self._file.execute(

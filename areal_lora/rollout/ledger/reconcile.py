@@ -60,8 +60,8 @@ class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
 
 def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) -> bytes:
     """The ledger once every step before ``version`` is consumed, for :func:`rebuild`, with its `SolvedShares`."""
-    live = ledger.table.rows(*LIVE)
-    still_open = [row for row in live if row.state is not GroupState.LEASED or row.step >= version]
+    still_open = ledger.table.rows(*LIVE, leased_from=version)
+    live = sum(ledger.counts[state] for state in LIVE)
     return msgspec.msgpack.encode(
         LedgerSnapshot(
             adapter=ledger.adapter,
@@ -69,7 +69,7 @@ def take_snapshot(ledger: Ledger, version: int, solved: Counts | None = None) ->
             version=version,
             next_position=ledger.head.next_position,
             issued=ledger.head.issued,
-            consumed=ledger.counts[GroupState.CONSUMED] + len(live) - len(still_open),
+            consumed=ledger.counts[GroupState.CONSUMED] + live - len(still_open),
             dropped=dict(ledger.drop_reasons),
             open=[msgspec.structs.replace(row, **AS_ISSUED) for row in still_open],
             solved=solved or {},

@@ -52,6 +52,10 @@ class Sharer:
         return len(self.feed.groups.running)
 
     @property
+    def places(self) -> float:
+        return self.claim.sequences
+
+    @property
     def ended(self) -> list[int | None]:
         return self.feed.groups.ended
 

@@ -11,8 +11,8 @@ from areal_lora.config.sections import task
 from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.network.api_client import ApiLimits
-from areal_lora.tasks import scorer_setup
-from areal_lora.tasks.judge import fill, read_score
+from areal_lora.tasks import judge as judge_module, scorer_setup
+from areal_lora.tasks.judge import FILE, JudgeCache, fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
@@ -175,6 +175,18 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
         score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
         assert len(stub.bodies) == 3
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
+
+
+def test_the_oldest_replies_make_room(tmp_path, monkeypatch):
+    """Of two processes; the file is as large as what is kept, not in whole pages for each."""
+    monkeypatch.setattr(judge_module, "KEPT", 3000)
+    caches = [JudgeCache(tmp_path), JudgeCache(tmp_path)]
+    for n in range(12_000):
+        assert caches[n // 10 % 2].put(str(n), f"{n} " + "x" * 1100)
+    known = [n for n in range(12_000) if caches[0].get(str(n)) == f"{n} " + "x" * 1100]
+    assert known == list(range(12_000 - len(known), 12_000))
+    assert 3000 <= len(known) < 3000 + judge_module.TRIM_EVERY
+    assert (tmp_path / FILE).stat().st_size < 1.5 * 1200 * 4000
 
 
 def test_no_more_requests_are_open_than_allowed(limits):

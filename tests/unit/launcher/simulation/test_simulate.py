@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +21,9 @@ from areal_lora.launcher.simulation import simulate as simulate_module
 from areal_lora.launcher.simulation.cost_model import FIRST, CostModel, VirtualLoop, arithmetic, scaled
 from areal_lora.launcher.simulation.simulate import Scenario, SimulatedRun, SimulationReport, simulate
 from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import ScoredGroup
+from areal_lora.rollout.routing import Router, Server
 from tests.support.paths import EXAMPLES
 
 RECORDED = Path(__file__).parent / "recorded_run"
@@ -84,6 +91,48 @@ def test_prompts_are_trained_once_and_within_the_staleness() -> None:
     assert found.stats.issued == found.stats.consumed + dropped + live
     assert 0 <= min(found.staleness) <= max(found.staleness) <= config().rollout.max_staleness
     assert len(found.publishes) == FOUR.steps
+
+
+def test_dropped_groups_cost_places_and_not_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the groups are uniform: of servers with places for twice as many the steps take little longer.
+
+    A batch that was filled in waves, the next one after the drops of the last, would take twice as long at least.
+    """
+    many, long = replace(FOUR, servers=32, steps=24), replace(COSTS, trained_token_s=1e-6)
+    whole = simulate(config(), long, many)
+    monkeypatch.setattr(ScoredGroup, "uniform", property(lambda group: group.ticket.prompt.position % 2 == 0))
+    monkeypatch.setattr(simulate_module.feed, "AdapterFeed", partial(AdapterFeed, drop_uniform=True))
+    half = simulate(config(), long, many)
+    assert half.stats is not None
+    assert half.stats.dropped["no_variance"] > 15 * many.steps
+    assert half.steps_per_hour > 0.8 * whole.steps_per_hour
+
+
+def test_places_that_short_answers_leave_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 answers the longest has four times the mean: three quarters of the places are free until it ends.
+
+    Servers have at most four times as many sequences as they sample at once, and nothing is trained on twice.
+    """
+    many, most = config(n_samples=16), list[int]()
+    costs, outstanding = replace(COSTS, sigma=0.8, longest=400, trained_token_s=1e-6), Router.figures
+
+    class Noted(Router):
+        @asynccontextmanager
+        async def lease(self, *request: Any) -> AsyncIterator[Server]:
+            async with super().lease(*request) as server:
+                most.append(int(outstanding(self)["sequences_outstanding"]))
+                yield server
+
+    monkeypatch.setattr(simulate_module, "Router", Noted)
+    found = simulate(many, costs, FOUR)
+    assert len(found.trained) == len(set(found.trained)) == 16 * FOUR.steps
+    assert max(found.staleness) <= many.rollout.max_staleness
+    assert 64 + 16 < max(most) <= 4 * 64 + 16
+    monkeypatch.setattr(Config, "waits_on_servers", False)
+    most.clear()
+    whole = simulate(many, costs, FOUR)
+    assert max(most) == 64
+    assert found.steps_per_hour > 1.25 * whole.steps_per_hour
 
 
 def test_a_slow_server_shows() -> None:

@@ -300,6 +300,7 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             feed=feed,
             tasks=tasks,
             running=0,
+            places=1,
             ended=[],
             idle=True,
             start_one=lambda: False,

@@ -195,6 +195,7 @@ def test_while_another_version_is_measured_every_reply_has_it() -> None:
             events=[],
             ended=[],
             running=0,
+            places=1,
             start_one=lambda: False,
             evaluator=SimpleNamespace(run=evaluate, places=places),
             hello=lambda *_, **__: None,

@@ -8,7 +8,7 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel.channel_messages import GroupSums
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Ticket
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
 from areal_lora.types import Cause, Outcome, TrajectoryGroup
 from tests.support.clocks import Clock
@@ -267,6 +267,38 @@ def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> Non
     assert [t.prompt.position for t in admit_all(made)] == [2, 3]
     assert made.stats().reissued == 0
     assert "the last 2 groups had equal rewards" in made.note
+
+
+@pytest.mark.parametrize(("eta", "issued"), [(0, 15), (1, 47), (2, 157)])
+def test_as_many_groups_run_as_the_share_that_is_kept_makes_batches_of(eta: int, issued: int) -> None:
+    """8 of 32 were kept. With staleness 2 the 40 missing of three batches are a quarter of 157, rounded up; else half.
+
+    The staleness at the hand-over is bounded as ever; another controller starts without a share.
+    """
+    made, _, _ = feed(eta=eta, b=16, n=400, drop_uniform=True)
+    made.announce(0)
+
+    def answer(ticket: Ticket, *, kept: bool) -> None:
+        found = episode(ticket.prompt, 0)
+        rewarded = tuple(replace(t, reward=float(i * kept)) for i, t in enumerate(found.group.trajectories))
+        assert made.finish(ticket, replace(found, group=replace(found.group, trajectories=rewarded)))
+
+    answered = 0
+    while answered < 32:
+        admit_all(made)
+        for ticket in list(made.groups.running.values())[: 32 - answered]:
+            answer(ticket, kept=answered % 4 == 0)
+            answered += 1
+    admit_all(made)
+    assert (made.stats().ready, made.stats().running) == (8, issued)
+    for ticket in list(made.groups.running.values()):
+        answer(ticket, kept=True)
+    for step in range(eta + 1):
+        assert made.take(step)
+    assert made.take(eta + 1) is None, "what is left is stale"
+    another, _, _ = feed(eta=eta, b=16, n=400, drop_uniform=True)
+    another.announce(0)
+    assert len(admit_all(another)) == 16 * (eta + 1)
 
 
 def test_what_was_sampled_counts_every_group_answered_since_the_batch_before() -> None:
@@ -544,7 +576,7 @@ def test_a_group_that_the_ledger_cannot_keep_is_dropped_with_the_reason(monkeypa
     made.finish(large, replace(episode(large.prompt, 0), texts=("x" * 10_000,) * 2))
     assert (made.stats().ready, made.stats().dropped) == (1, {"too_large": 1})
     assert "too_large: 0 retried, 1 dropped, last: a group exceeds 10,000 bytes (fix: fewer" in made.note
-    ledger.check(live=made.groups.live)
+    ledger.check(live=len(made.groups.ready) + len(made.groups.running))
 
 
 @pytest.mark.parametrize(

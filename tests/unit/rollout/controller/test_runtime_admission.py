@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from areal_lora.rollout.controller.runtime import Admission, Claim
+from areal_lora.rollout.controller.runtime import RECENT, Admission, Capacity, Claim
 from tests.support.rollout.sharing import Profile, Sharing
 from tests.support.sizes import sample, size
 
@@ -27,6 +28,11 @@ class Adapter:
     idle: bool = False
     ended: list[int | None] = field(default_factory=list)
     claim: Claim = field(default_factory=lambda: Claim(sequences=8, groups=4, weight=2.0))
+    fill: float = 1.0
+
+    @property
+    def places(self) -> float:
+        return self.claim.sequences * self.fill
 
     def start_one(self) -> bool:
         if not self.left:
@@ -62,6 +68,23 @@ def test_one_adapter_has_all_places() -> None:
     """As many groups as begin while there is room: the last one may be larger than what is left."""
     assert admit(64, claims(a=1.0), {"a": Adapter(100)}) == {"a": 8}
     assert admit(65, claims(a=1.0), {"a": Adapter(100)}) == {"a": 9}
+
+
+def test_a_group_counts_the_places_that_its_answers_have_on_average() -> None:
+    assert admit(64, claims(a=1.0), {"a": Adapter(100, fill=0.5)}) == {"a": 16}
+    assert admit(64, claims(a=1.0, b=1.0), {"a": Adapter(100, fill=0.5), "b": Adapter(2)}) == {"a": 12, "b": 2}
+    capacity = Capacity(sequences=64, n_samples=8)
+    assert capacity.groups(2) == 16
+    for _ in range(20 * RECENT):
+        capacity.answered([4, 4, 4, 4, 4, 4, 4, 8])  # 36 of 64 tokens
+    assert capacity.fill == pytest.approx(36 / 64)
+    assert capacity.groups(2) == math.ceil(16 * 64 / 36)
+    for _ in range(20 * RECENT):
+        capacity.answered([1, 1, 1, 1, 1, 1, 1, 100])
+    assert capacity.fill == pytest.approx(0.25)
+    for lengths in [[0], [0, 0], [7]]:
+        capacity.answered(lengths)
+    assert 0.25 <= capacity.fill <= 1.0
 
 
 def test_places_follow_the_weights_while_all_want_some() -> None:

@@ -3,9 +3,32 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.ledger import GroupState, Ledger, LedgerFile, LedgerRow
 from areal_lora.rollout.ledger.reconcile import decode_snapshot, rebuild, take_snapshot
 from tests.support.rollout.helpers import open_ledger
+
+
+def test_a_snapshot_reads_no_group_of_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 steps of 3 groups without a commit."""
+    _, book = open_ledger()
+    for step in range(50):
+        seqs = [book.issue(3 * step + i, 1) for i in range(3)]
+        for seq in seqs:
+            book.finish(seq, step, step, b"")
+        book.lease(seqs, step)
+    last, read = book.issue(150, 1), list[LedgerRow]()
+    rows = book.table.rows
+
+    def noted(*states: GroupState, **chosen: int) -> list[LedgerRow]:
+        found = rows(*states, **chosen)
+        read.extend(found)
+        return found
+
+    monkeypatch.setattr(book.table, "rows", noted)
+    taken = decode_snapshot(take_snapshot(book, 49), "math")
+    assert taken is not None
+    assert [group.seq for group in taken.open] == [group.seq for group in read] == [147, 148, 149, last]
+    assert (taken.issued, taken.consumed) == (151, 147)
 
 
 def test_a_snapshot_holds_what_is_open_once_the_step_is_consumed() -> None:

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.config.load import load_config
+from tests.support.paths import EXAMPLES
+
+
+@pytest.mark.parametrize(
+    ("override", "waits"),
+    [
+        ("run.steps=4", True),
+        ("adapters.0.sft.steps=4", False),
+        ("adapters.0.workflow={kind: agent, path: 'agent.py:play'}", False),
+        ("service.target_modules=[all-linear]", False),
+    ],
+)
+def test_requests_wait_on_servers_only_where_none_has_a_deadline(override: str, waits: bool) -> None:
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+    assert load_config(files, [override]).waits_on_servers is waits
