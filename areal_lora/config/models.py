@@ -56,9 +56,15 @@ class Config(Section):
 
     @property
     def waits_on_servers(self) -> bool:
-        """Whether requests may wait for places: none of them has a deadline, and no client waits for an answer."""
-        all_single = all(each.workflow.kind == "single_turn" and not each.sft.steps for each in self.adapters)
-        return self.service is None and all_single
+        """Whether requests may wait for places: none has a deadline, no client waits, and none comes too late by it.
+
+        At a ``max_staleness`` of 1 prompts with long answers would come too late often enough to be given up.
+        """
+        single = all(each.workflow.kind == "single_turn" and not each.sft.steps for each in self.adapters)
+        allowed = [
+            self.rollout.max_staleness if each.max_staleness is None else each.max_staleness for each in self.adapters
+        ]
+        return self.service is None and single and min(allowed, default=0) > 1
 
     @property
     def only_adapter(self) -> str | None:

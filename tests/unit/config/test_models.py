@@ -10,11 +10,13 @@ from tests.support.paths import EXAMPLES
     ("override", "waits"),
     [
         ("run.steps=4", True),
+        ("rollout.max_staleness=1", False),
+        ("adapters.0.max_staleness=1", False),
         ("adapters.0.sft.steps=4", False),
         ("adapters.0.workflow={kind: agent, path: 'agent.py:play'}", False),
         ("service.target_modules=[all-linear]", False),
     ],
 )
-def test_requests_wait_on_servers_only_where_none_has_a_deadline(override: str, waits: bool) -> None:
+def test_requests_wait_on_servers_only_where_none_has_a_deadline_or_comes_too_late(override: str, waits: bool) -> None:
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     assert load_config(files, [override]).waits_on_servers is waits
