@@ -58,7 +58,7 @@ class Config(Section):
     def waits_on_servers(self) -> bool:
         """Whether requests may wait for places: none has a deadline, no client waits, and none comes too late by it.
 
-        At a ``max_staleness`` of 1 prompts with long answers would come too late often enough to be given up.
+        At a ``max_staleness`` of 1 prompts with long answers would come too late so often that they are dropped.
         """
         single = all(each.workflow.kind == "single_turn" and not each.sft.steps for each in self.adapters)
         allowed = [
