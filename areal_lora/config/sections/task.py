@@ -237,7 +237,7 @@ class JudgeReward(ServedReward):
     """The question; `{completion}`, `{prompt}`, `{answer}`, `{conversation}` and columns are replaced. The reply's last
     `Score: n`, also as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
     parameters: dict[str, Any] = Field({})
-    """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
+    """Further fields of the request, over `temperature: 0` and `max_tokens: 512`; null omits one."""
 
 
 class ModelReward(ServedReward):
