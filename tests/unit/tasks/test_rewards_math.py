@@ -40,6 +40,7 @@ math_verify = reward_call("math_verify").function
         ("<think> #### 17 </think> She makes $18$.", "18"),
         ("<think>The answer is maybe 3</think> so\n#### sin(x)", "#### sin(x)"),
         ("The answer is below, \\boxed{3} aside.\n#### pi/2", "#### pi/2"),
+        (r"<think> so \boxed{41}. " + "Check.\n" * 99 + "</think> **Answer: 42**", "42"),
         ("#### sin(x)\nThat was $x$", "#### sin(x)"),
     ],
 )
@@ -59,6 +60,7 @@ def test_equal(completion, gold):
         (r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
         ("$$$ \\frac{{{", "1"),
         ("#### Step 1: add\n... \\boxed{18}", "1"),
+        (r"<think> so \boxed{42}. Wait,", "42"),
     ],
 )
 def test_not_equal(completion, gold):
