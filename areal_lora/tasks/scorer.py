@@ -249,8 +249,7 @@ class _Child:
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return the scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
-        # A batch is scored within the time of all its answers, and the results come together.
-        patience_s = self._timeout_s * (len(items) if self._style is Style.BATCH else 1) + LATE_S
+        patience_s = self._setup.patience_s(len(items), self._style) + LATE_S
         began_s = time.monotonic()
         try:
             self._stdin.write(pack_frame(list(items)))

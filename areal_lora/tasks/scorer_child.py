@@ -43,6 +43,7 @@ class Setup(Doors, frozen=True, kw_only=True):
 
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
     ``settings`` are the keys of a judge, reward model or code reward, ``kept`` the folder of a judge's cache.
+    An ``async`` reward has ``slots`` answers at a time, whose time starts then; None: all.
     An answer that takes more than ``cpu_s`` has reward 0: SIGXCPU ends the process, also within C.
     """
 
@@ -50,6 +51,7 @@ class Setup(Doors, frozen=True, kw_only=True):
     path: str | None = None
     timeout_s: float
     cpu_s: float | None = None
+    slots: int | None = None
     memory_bytes: int
     parent_pid: int
     search_path: tuple[str, ...]
@@ -59,6 +61,11 @@ class Setup(Doors, frozen=True, kw_only=True):
     def is_served(self) -> bool:
         """Whether a model that others serve scores: no user code runs."""
         return self.kind in ("judge", "model")
+
+    def patience_s(self, answers: int, style: Style) -> float:
+        """For a batch whose results come together, else for one answer."""
+        rounds = -(-answers // (self.slots or answers))
+        return self.timeout_s * {Style.EACH: 1, Style.ASYNC: rounds, Style.BATCH: answers}[style]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +176,13 @@ class Judge:
         """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
         limit_s = self.setup.timeout_s
         renew_process_limit(self.setup)
-        renew_cpu_limit(_margin(limit_s))
-        self.deadline.start(limit_s + ASYNC_LATE_S)
+        patience_s = self.setup.patience_s(len(items), Style.ASYNC)
+        renew_cpu_limit(_margin(patience_s))
+        self.deadline.start(patience_s + ASYNC_LATE_S)
+        slots = asyncio.Semaphore(self.setup.slots or len(items))
 
         async def one(item: ScoreItem) -> Any:
-            async with asyncio.timeout(limit_s):
+            async with slots, asyncio.timeout(limit_s):
                 return await self.call.one(item)
 
         values = await asyncio.gather(*map(one, items), return_exceptions=True)

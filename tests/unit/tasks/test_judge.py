@@ -179,11 +179,33 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
 
 
-def test_no_more_requests_are_open_than_allowed(limits):
+@pytest.mark.parametrize("own", [False, True], ids=["with_a_key", "own_server"])
+def test_no_more_requests_are_open_than_allowed(limits, monkeypatch, own):
     limits(concurrency=6)  # half of them in each process
-    with JudgeStub(lambda n, _: hang(0.1)) as stub:
-        score(judge(stub.url), [item(str(i)) for i in range(12)])
-    assert (stub.most_open, len(stub.bodies)) == (3, 12)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    assert scorer_setup.OWN_SERVER_OPEN == 128
+    monkeypatch.setattr(scorer_setup, "OWN_SERVER_OPEN", 10)
+    with JudgeStub(lambda n, _: hang(0.3)) as stub:
+        score(judge(stub.url, key_env=None if own else "JUDGE_KEY"), [item(str(i)) for i in range(12)])
+    assert (stub.most_open, len(stub.bodies)) == (5 if own else 3, 12)
+
+
+def test_the_time_of_an_answer_starts_with_its_slot(monkeypatch):
+    """Ten answers of 1 s each, one at a time, with 4 s each."""
+    monkeypatch.setattr(task.ServedReward, "timeout_s", 4.0)
+    monkeypatch.setattr(scorer_setup, "OWN_SERVER_OPEN", 2)  # one in each process
+
+    def behave(*_):
+        time.sleep(1.0)
+        return said("Score: 5")
+
+    def measure():
+        with JudgeStub(behave) as stub:
+            [found], _ = score(judge(stub.url), [item(str(i)) for i in range(10)])
+        return [s.outcome for s in found]
+
+    right = [Outcome.OK] * 10
+    assert seen(measure, lambda found: found == right) == right
 
 
 def test_a_key_that_is_not_set_is_one_line(monkeypatch):
