@@ -20,7 +20,7 @@ from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import load_samples, reads_hub
 from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.tasks.rewards import extract_answer
+from areal_lora.tasks.rewards import extract_answer, states_several
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.stored_samples import given_answer, indices_by_value, value_of
 from areal_lora.tasks.word_problems import Split
@@ -47,7 +47,7 @@ def joining(config: Config, adapter: AdapterConfig, *, online: bool, resumed: bo
 def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Iterator[ConfigError]:
     """Yield the first problem of each adapter's task. Hub data sets are read, and downloaded, only if ``online``.
 
-    Where a run is ``resumed`` its rows stay as they are: gold answers without a number are no problem then.
+    Where a run is ``resumed`` its rows stay as they are: gold answers without a single number are no problem then.
 
     Raises EnvironmentError_ if a hub data set or a package is not available.
     """
@@ -96,8 +96,9 @@ def _problem(
             )
         if not resumed and isinstance(reward, sections.BuiltInReward) and reward.kind == "numeric_match":
             golds = [sample.gold for samples in loaded for sample in samples]
-            if unread := [gold for gold in golds if extract_answer(gold) is None]:
-                reason = f"{len(unread)} of {len(golds)} gold answers state no number, the first is {unread[0][-40:]!r}"
+            if unread := [gold for gold in golds if extract_answer(gold) is None or states_several(gold)]:
+                what = f"{len(unread)} of {len(golds)} gold answers state no number, or several"
+                reason = f"{what}, the first is {unread[0][-40:]!r}"
                 fix = f"choose math_verify or a reward of your own, or leave these rows out by {key}.keep"
                 return ConfigError(f"{place}.kind", reason, fix)
         if isinstance(reward, sections.CodeReward):

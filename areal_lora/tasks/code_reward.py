@@ -1,9 +1,9 @@
 """The reward ``kind: code``: run the program of an answer on tests, fenced.
 
-The program is the last fenced code block of the answer. Each test is a process of its own with a new interpreter: it
-has the standard library, an empty temporary folder, limits, and no network; it can start and signal no process, write
-nothing outside of its folder, and read nothing but the interpreter, its libraries and its folder. What it does wrong is
-a `Verdict`, which costs credit.
+The program is a fenced code block of the answer (`extract_program`). Each test is a process of its own with a new
+interpreter: it has the standard library, an empty temporary folder, limits, and no network; it can start and signal no
+process, write nothing outside of its folder, and read nothing but the interpreter, its libraries and its folder. What
+it does wrong is a `Verdict`, which costs credit.
 """
 
 import contextlib
@@ -36,16 +36,18 @@ UNFENCED = 97  # exit status of a process that could not be fenced
 START_S = 30.0
 TEST_S = 4.0  # CPU seconds of one test
 WALL_FACTOR = 2.5  # seconds of a test over its CPU seconds: several run on a busy machine
-OUTPUT_BYTES = 256 << 10  # largest output of a test, and largest file in its temporary folder
+OUTPUT_BYTES = 256 << 10  # largest output of a test, unless more is expected, and file in its temporary folder
 FOLDER_BYTES, FOLDER_ENTRIES, OPEN_FILES = 16 << 20, 1000, 64  # open ones may have no name in the folder
 LOOK_S = 0.1  # between looks at the folder
-TEST_BYTES = 256 << 20  # address space of the program in a test
+TEST_BYTES = 1 << 30  # address space of the program in a test: recursive ones reserve stacks of 512 MiB
 _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
 )
 _BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "python", "python3", "py")
+_PYTHON = ("python", "python3", "py")
+_MODULES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math")
+_IMPORTS = "".join(f"import {m}; from {m} import *; " for m in _MODULES) + "from builtins import *\n"  # pow
 
 
 class Verdict(StrEnum):
@@ -133,8 +135,13 @@ class CodeRunner:
 
     def _run_in(self, folder: Path, program: str, test: CodeTest, limit_s: float) -> Verdict:
         seal = secrets.token_hex(16)
-        ending = "" if test.code is None else f"\n\n{test.code}\n\nimport os as _os\n_os.write(1, b'\\n{seal}')\n"
-        (folder / "main.py").write_text(program + ending, encoding="utf-8", errors="replace")
+        if test.code is not None:
+            # The start code of such problems names what LeetCode imports: List, deque, inf.
+            head = "" if "from __future__" in program else _IMPORTS
+            program = f"{head}{program}\n\n{test.code}\n\nimport os as _os\n_os.write(1, b'\\n{seal}')\n"
+        expected_bytes = len(test.expected.encode(errors="replace"))
+        most_bytes = min(max(OUTPUT_BYTES, 2 * expected_bytes), FOLDER_BYTES)  # which is this process's own limit
+        (folder / "main.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(test.stdin, encoding="utf-8", errors="replace")
         work = folder / "work"
         work.mkdir()
@@ -150,7 +157,7 @@ class CodeRunner:
                 stderr=errors,
                 cwd=work,
                 env=os.environ | {"HOME": str(work), "TMPDIR": str(work), "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: self._fence(folder),  # this process has one thread
+                preexec_fn=lambda: self._fence(folder, most_bytes),  # this process has one thread
             )
             try:
                 status = _ended(process, work, limit_s)
@@ -162,14 +169,14 @@ class CodeRunner:
         if isinstance(status, Verdict):
             return status
         written = (folder / "stdout").read_bytes()
-        if status != 0 or len(written) >= OUTPUT_BYTES:
-            return _failure(status, len(written) >= OUTPUT_BYTES, folder / "stderr")
+        if status != 0 or len(written) >= most_bytes:
+            return _failure(status, len(written) >= most_bytes, folder / "stderr")
         text = written.decode("utf-8", errors="replace")
         if test.code is not None:
             return Verdict.PASSED if text.endswith(f"\n{seal}") else Verdict.WRONG
         return Verdict.PASSED if _plain(text) == _plain(test.expected) else Verdict.WRONG
 
-    def _fence(self, folder: Path) -> None:
+    def _fence(self, folder: Path, most_bytes: int) -> None:
         """In the new process, before it becomes the interpreter."""
         s = self._settings
         _lower(resource.RLIMIT_AS, TEST_BYTES)
@@ -178,7 +185,7 @@ class CodeRunner:
         limit_processes(self._threads, for_good=True)
         doors = Doors(
             scratch=str(folder / "work"),
-            scratch_bytes=OUTPUT_BYTES,
+            scratch_bytes=most_bytes,
             processes=ProcessPolicy.EXEC,
             readable=(*_interpreter(), str(folder / "main.py"), str(folder / "stdin")),
         )
@@ -247,9 +254,10 @@ def _failure(status: int, too_much: bool, errors: Path) -> Verdict:
 
 
 def extract_program(completion: str) -> str | None:
-    """The last fenced block of Python, or without a language; None if there is none."""
-    blocks = [body for language, body in _BLOCK.findall(completion) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    """The last fenced block of Python, else the last without a language; None if there is none."""
+    found = [(language.lower(), body) for language, body in _BLOCK.findall(completion)]
+    tagged = [body for language, body in found if language in _PYTHON]
+    return next(reversed(tagged or [body for language, body in found if not language]), None)
 
 
 def row_tests(row: Mapping[str, Any], settings: CodeSettings) -> list[CodeTest]:
@@ -271,11 +279,23 @@ def row_tests(row: Mapping[str, Any], settings: CodeSettings) -> list[CodeTest]:
 
 
 def _texts(row: Mapping[str, Any], column: str) -> list[str]:
-    value = row.get(column)
+    value: Any = row
+    for part in [column] if column in row else column.split("."):
+        fields = _from_json(value, dict[str, Any])
+        value = fields.get(part) if isinstance(fields, Mapping) else None
+    value = _from_json(value, list[str])
     values = [] if value is None else value if isinstance(value, list) else [value]
     if others := [v for v in values if not isinstance(v, str | int | float)]:
         raise ValueError(f"a test in column {column!r} is of type {type(others[0]).__name__}, not a text")
     return [str(v) for v in values]
+
+
+def _from_json(value: Any, form: Any) -> Any:
+    """What a text states in JSON of this ``form``, as in TACO and CSV files; anything else as it is."""
+    try:
+        return msgspec.json.decode(value, type=form) if isinstance(value, str) else value
+    except msgspec.DecodeError:
+        return value
 
 
 def _plain(text: str) -> list[str]:

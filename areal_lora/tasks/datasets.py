@@ -263,22 +263,25 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
     """Raises ConfigError where there is none, and for the first row that is no problem."""
     source = _source(task, split)
     rows = _rows(task, source, folder)
-    indices: Iterable[int] = range(len(rows))
+    every = StoredSamples(rows, range(len(rows)), lambda index, row: _problem(task, split, index, row))
+    indices: Iterable[int] = every.indices
     if task.eval is None and len(rows):
         # The same rows are held out at every start and with every seed of the run.
         size = min(HELD_OUT, len(rows) // 5) if task.n_eval is None else task.n_eval
         if not 0 < size < len(rows):
             reason = f"{size} of {len(rows)} rows would be held out"
             raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
-        held_out = frozenset(random.Random("held out").sample(range(len(rows)), size))
-        indices = (index for index in indices if (index in held_out) == (split == "eval"))
+        indices = sorted(random.Random("held out").sample(range(len(rows)), size))
+        if split == "train":  # no copies of them either: public sets have a problem up to a hundred times
+            prompts = set(map(every.asked, indices))
+            indices = (index for index in every.indices if every.asked(index) not in prompts)
     if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
     most = task.n_train if split == "train" else task.n_eval
-    made = StoredSamples(rows, islice(indices, most), lambda index, row: _problem(task, split, index, row))
-    for _ in made:  # raises for the first bad row
-        pass
+    made = StoredSamples(rows, islice(indices, most), every.sample_of)
+    if not sum(1 for _ in made):  # raises for the first bad row
+        raise ConfigError("task.eval", "every row has the prompt of one that is held out", "give task.eval")
     return made
 
 

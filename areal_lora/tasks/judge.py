@@ -57,7 +57,8 @@ class JudgeCache:
 
 
 HIGHEST = 10.0  # of a score, from 0; it becomes reward 1
-_SCORE = re.compile(r'score"?\s*[:=]\s*"?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
+# As text, JSON, or with marks of Markdown and LaTeX around the colon: **Score:** 9, Score: $\boxed{9}$.
+_SCORE = re.compile(r'score[\s"*_`]*[:=：][\s"*_`$\[(]*(?:\\boxed\{)?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
 READ_CHARACTERS = 1 << 16  # of a reply's end
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -140,7 +141,7 @@ class LlmJudge:
             "max_tokens": 512,
             **s.parameters,
         }
-        return json.dumps(body, sort_keys=True)
+        return json.dumps({name: value for name, value in body.items() if value is not None}, sort_keys=True)
 
     def _read(self, reply: bytes) -> tuple[str, float]:
         """The text and its score. Raises ValueError or msgspec's errors for what is no chat completion with a score."""

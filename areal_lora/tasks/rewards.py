@@ -39,19 +39,23 @@ MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes 
 
 _CHARACTERS = str.maketrans(dict.fromkeys("−–‒﹣－", "-") | dict.fromkeys("\u00a0\u2009\u202f", " "))
 _LATEX = {r"\$": "$", r"\%": "%", r"\,": "", r"\!": "", "{,}": ",", r"\dfrac": r"\frac", r"\tfrac": r"\frac"}
+_LATEX |= {r"^\circ": "°", r"^{\circ}": "°"}  # units, no powers
 
 _INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_ARGUMENT = rf"(?:\{{\ ?-?{_INT}\ ?\}}|[0-9])"  # of \frac
 _TOKEN = re.compile(
     rf"""
     (?P<number>
       (?P<sign>(?<![0-9A-Za-z_)\]}}])(?<![0-9)]\ )[-+]\ ?)?     # not the minus of a subtraction
       (?:[$€£¢¥]\ ?(?P<inner_sign>[-+])?)?
       (?<![0-9A-Za-z_])
-      (?: \\frac\ ?\{{\ ?(?P<top>-?{_INT})\ ?\}}\ ?\{{\ ?(?P<bottom>-?{_INT})\ ?\}}
+      (?: (?:(?P<mixed>{_INT})\ ?)?\\frac\ ?(?P<top>{_ARGUMENT})\ ?(?P<bottom>{_ARGUMENT})
         | (?:(?P<whole>{_INT})\ )?(?P<numerator>{_INT})\ ?/\ ?(?P<denominator>{_INT})
         | (?P<decimal>(?:{_INT}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}})?)
       )
       (?![0-9]|[.,:/][0-9]|[eE][-+]?[0-9])
+      (?!\ ?\\(?:times|cdot))                                   # a factor
+      (?!\ ?\^\ ?\{{?\ ?(?:[-+]?[0-9]|[A-Za-np-z]\b))           # a base; ^o is a degree, ^{{th}} an ordinal
     )
     | [0-9][0-9A-Za-z_.,:/+-]*                                  # consumed whole: not a number
     """,
@@ -70,8 +74,9 @@ def parse_number(text: str) -> Fraction | None:
     r"""Parse the first number of ``text``, after any currency signs, units and words.
 
     Accepts thousands commas, signs (also a unicode minus), decimals, exponents up to two digits, ``a/b``,
-    ``\frac{a}{b}`` and mixed numbers ``3 1/2``. A percent sign is a unit: ``50%`` is 50. Returns None if the first
-    token with a digit is malformed (``1,23``, ``10:30``), divides by zero, or is longer than ``MAX_DIGITS``.
+    ``\frac{a}{b}``, ``\frac12`` and mixed numbers ``3 1/2``. Percent and degrees are units: ``50%`` is 50. Returns None
+    if the first token with a digit is malformed (``1,23``, ``10:30``), the base of a power, a factor before ``\times``
+    or ``\cdot``, divides by zero, or is longer than ``MAX_DIGITS``.
     """
     token = _TOKEN.search(_normalize(text))
     return None if token is None else _value(token)
@@ -81,9 +86,9 @@ def extract_answer(text: str) -> Fraction | None:
     r"""Return the stated answer of a worked solution, or None.
 
     The order of precedence is: ``#### x`` (`marked_answer`), the last ``\boxed{x}``, the last ``answer is x`` (also
-    ``answer: x``), the last number in the text. A marker without a number after it gives None.
+    ``answer: x``), the last number in the text. A marker without a number after it gives None, as do thoughts alone.
     """
-    text = _normalize(text)
+    text = _normalize(_without_thoughts(text))
     if (final := marked_answer(text)) is not None:
         return parse_number(final)
     _, marker, tail = text.rpartition(r"\boxed")
@@ -95,6 +100,12 @@ def extract_answer(text: str) -> Fraction | None:
         return parse_number(_first_line(text[stated.end() :]))
     token = _last(_TOKEN.finditer(text))
     return None if token is None else _value(token)
+
+
+def states_several(gold: str) -> bool:
+    r"""Whether ``\boxed{}`` makes another number of a gold: ``2\sqrt{3}``, ``3, 5``. Prose and ``a = 5`` are none."""
+    result = gold.rpartition("=")[2]
+    return not _PROSE.search(gold) and extract_answer(rf"\boxed{{{result}}}") != extract_answer(gold)
 
 
 def numeric_match(completion: str, gold: Any) -> bool:
@@ -125,6 +136,7 @@ def _expressions(text: str, *, whole: bool) -> list[Any]:
     """Return the expressions in ``text``, parsed by math-verify. ``whole``: all of it may be one bare expression."""
     from math_verify import parse
 
+    text = _without_thoughts(text)
     if (final := marked_answer(text)) is not None:
         text, whole = final, True
     text = text.strip()
@@ -261,13 +273,17 @@ def _first_line(text: str) -> str:
     return text.lstrip(" ").partition("\n")[0]
 
 
+def _without_thoughts(text: str) -> str:
+    """What follows the last ``</think>``, up to a thought without end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def marked_answer(text: str) -> str | None:
     """The rest of the line after the first ``####`` that states an answer, as in GSM8K; None without one.
 
-    Reasoning before ``</think>`` does not count. Headings and prose are passed over. If all lines are such, the last is
-    the answer unless one is stated in another way after it; it ends the text, or is alone with a number or formula.
+    Headings and prose are passed over. If all lines are such, the last is the answer unless one is stated in another
+    way after it; it ends the text, or is alone with a number or formula.
     """
-    text = text.rpartition("</think>")[2]
     marked = [tail.lstrip(" ").partition("\n")[::2] for tail in text.split("####")[1:]]
     if (found := next((line for line, _ in marked if not _HEADING.match(line)), None)) is not None:
         return found
@@ -300,9 +316,9 @@ def _value(token: re.Match[str]) -> Fraction | None:
         top, bottom = _int(token["top"] or token["numerator"]), _int(token["bottom"] or token["denominator"])
         if bottom == 0:
             return None
-        value = _int(token["whole"] or "0") + Fraction(top, bottom)
+        value = _int(token["whole"] or token["mixed"] or "0") + Fraction(top, bottom)
     return -value if negative else value
 
 
 def _int(text: str) -> int:
-    return int(text.replace(",", ""))
+    return int(text.strip("{ }").replace(",", ""))

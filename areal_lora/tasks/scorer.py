@@ -2,8 +2,8 @@
 
 A :class:`ScorerPool` keeps ``workers`` children (see :mod:`areal_lora.tasks.scorer_child`).
 If the reward of an answer hangs, crashes, runs out of memory, raises or returns no finite number, the
-answer is an ``error`` or a ``timeout`` without a reward (NaN), never reward 0. If the child is damaged, the pool
-kills it, and a new child scores the rest of the batch.
+answer is an ``error`` or a ``timeout`` without a reward (NaN), never reward 0, except by `ScorerPool.unfinished`. If
+the child is damaged, the pool kills it, and a new child scores the rest of the batch.
 
 The child enforces the time limit of an answer and ends itself. The parent's limit is longer and counts only
 while the parent's event loop runs, so a stalled event loop or a stopped parent never kills a child.
@@ -74,7 +74,7 @@ class ScorerPool:
             self._idle.put_nowait(None)
         self._children: set[_Child] = set()
         self._closed = False
-        self._prints = 0
+        self._prints = self._unfinished = 0
         self.traces = Traces()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
@@ -176,6 +176,14 @@ class ScorerPool:
             last = " (no further output is logged)" if self._prints == PRINTS_LOGGED else ""
             log.info("the reward printed: %s%s", verdict.printed.rstrip(), last)
 
+    def unfinished(self, cpu_s: float) -> Score:
+        """Of an answer that has used up its CPU time: a property of the answer, which no new try changes."""
+        self._unfinished += 1
+        if self._unfinished.bit_count() == 1:  # the first, and whenever they have doubled
+            reward, n = self.setup.kind, self._unfinished
+            log.info("%s has not compared %d answers within %g CPU seconds each: reward 0", reward, n, cpu_s)
+        return Score(reward=0.0, outcome=Outcome.OK, correct=False)
+
 
 class _Child:
     """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
@@ -246,8 +254,7 @@ class _Child:
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return the scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
-        # A batch is scored within the time of all its answers, and the results come together.
-        patience_s = self._timeout_s * (len(items) if self._style is Style.BATCH else 1) + LATE_S
+        patience_s = self._setup.patience_s(len(items), self._style) + LATE_S
         began_s = time.monotonic()
         try:
             self._stdin.write(pack_frame(list(items)))
@@ -275,6 +282,8 @@ class _Child:
     async def _ended(self, began_s: float) -> Score:
         """Return the score of the answer that was in progress since ``began_s`` when the process ended."""
         how = await self._end()
+        if self._setup.cpu_s is not None and self._process.returncode == -signal.SIGXCPU:
+            return self._pool.unfinished(self._setup.cpu_s)
         # The deadline's, and that of CPU time; inside bubblewrap they are exit statuses.
         limits = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
         if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:

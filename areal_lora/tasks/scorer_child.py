@@ -43,11 +43,15 @@ class Setup(Doors, frozen=True, kw_only=True):
 
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
     ``settings`` are the keys of a judge, reward model or code reward, ``kept`` the folder of a judge's cache.
+    An ``async`` reward has ``slots`` answers at a time, whose time starts then; None: all.
+    An answer that takes more than ``cpu_s`` has reward 0: SIGXCPU ends the process, also within C.
     """
 
     kind: str
     path: str | None = None
     timeout_s: float
+    cpu_s: float | None = None
+    slots: int | None = None
     memory_bytes: int
     parent_pid: int
     search_path: tuple[str, ...]
@@ -57,6 +61,11 @@ class Setup(Doors, frozen=True, kw_only=True):
     def is_served(self) -> bool:
         """Whether a model that others serve scores: no user code runs."""
         return self.kind in ("judge", "model")
+
+    def patience_s(self, answers: int, style: Style) -> float:
+        """For a batch whose results come together, else for one answer."""
+        rounds = -(-answers // (self.slots or answers))
+        return self.timeout_s * {Style.EACH: 1, Style.ASYNC: rounds, Style.BATCH: answers}[style]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +165,7 @@ class Judge:
     def _limited(self, answers: int) -> Iterator[None]:
         """Allow the time of so many answers."""
         renew_process_limit(self.setup)
-        renew_cpu_limit(answers * self.setup.timeout_s)
+        renew_cpu_limit(_margin(answers * self.setup.timeout_s) if self.setup.cpu_s is None else self.setup.cpu_s)
         self.deadline.start(answers * self.setup.timeout_s)
         try:
             yield
@@ -167,11 +176,13 @@ class Judge:
         """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
         limit_s = self.setup.timeout_s
         renew_process_limit(self.setup)
-        renew_cpu_limit(limit_s)
-        self.deadline.start(limit_s + ASYNC_LATE_S)
+        patience_s = self.setup.patience_s(len(items), Style.ASYNC)
+        renew_cpu_limit(_margin(patience_s))
+        self.deadline.start(patience_s + ASYNC_LATE_S)
+        slots = asyncio.Semaphore(self.setup.slots or len(items))
 
         async def one(item: ScoreItem) -> Any:
-            async with asyncio.timeout(limit_s):
+            async with slots, asyncio.timeout(limit_s):
                 return await self.call.one(item)
 
         values = await asyncio.gather(*map(one, items), return_exceptions=True)
@@ -246,10 +257,15 @@ def renew_process_limit(setup: Setup) -> None:
         limit_processes(count_threads(), for_good=False)
 
 
-def renew_cpu_limit(timeout_s: float) -> None:
-    """Allow CPU time for one more answer, with a margin so that the timer of `Deadline` ends first."""
+def _margin(timeout_s: float) -> float:
+    """CPU time with which the timer of `Deadline` ends first."""
+    return 2 * timeout_s + 2
+
+
+def renew_cpu_limit(more_s: float) -> None:
+    """Allow so much more CPU time, and up to a second: the kernel counts whole ones."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = math.ceil(used.ru_utime + used.ru_stime + 2 * timeout_s + 2)
+    cpu_s = math.ceil(used.ru_utime + used.ru_stime + more_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
 
 

@@ -21,9 +21,11 @@ CACHE_BYTES = 1 << 36
 PROGRAM_BYTES = 1 << 24
 MEMORY_BYTES, SCRATCH_BYTES = 1 << 32, 1 << 24
 """Address space of a scorer beyond its size after loading; largest file in a function's private temporary folder."""
+MATH_CPU_S = 5.0  # of one answer, or Math-Verify has not found it equal
 API_LIMITS = ApiLimits(attempt_s=60.0, attempts=5, backoff_s=1.0, concurrency=16)
 """Of all scorers: a hosted API answers within a minute and refuses more requests at a time than its rate allows,
 whatever the run."""
+OWN_SERVER_OPEN = 128  # requests at a time where there is no key: vLLM batches them
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +34,17 @@ def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
     """What a scorer process of ``reward`` needs and may do."""
     own: dict[str, Any] = {}
     match reward:
+        case _ if reward.kind == "math_verify":
+            own = {"cpu_s": MATH_CPU_S}
         case FunctionReward():
             processes = ProcessPolicy.MANY if reward.allow_subprocess else ProcessPolicy.NONE
             own = {"path": reward.path, "network": reward.network, "processes": processes}
             own["scratch_bytes"] = SCRATCH_BYTES
         case JudgeReward() | ModelReward():
-            share = max(1, API_LIMITS.concurrency // reward.workers)
+            together = OWN_SERVER_OPEN if reward.key_env is None else API_LIMITS.concurrency
+            share = max(1, together // reward.workers)
             limits = msgspec.to_builtins(msgspec.structs.replace(API_LIMITS, concurrency=share))
-            own = {"network": True, "settings": reward.model_dump() | {"limits": limits}}
+            own = {"network": True, "slots": share, "settings": reward.model_dump() | {"limits": limits}}
             if hidden is not None and isinstance(reward, JudgeReward):
                 kept = RunFolder(hidden).judge
                 kept.mkdir(mode=0o700, exist_ok=True)

@@ -60,6 +60,11 @@ class StoredSamples(Sequence[Sample]):
             return [self.sample_of(index, self.rows[index]) for index in self.indices[place]]
         return self.sample_of(self.indices[place], self.rows[self.indices[place]])
 
+    def asked(self, place: int) -> str:
+        """All that a model is shown of a sample: equal for copies alone."""
+        sample = self[place]
+        return repr((sample.prompt, sample.messages))
+
 
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
     """The value of column ``name``, or of a field in it: ``reward_model.ground_truth``. A column whose own name has

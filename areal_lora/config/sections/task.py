@@ -199,8 +199,8 @@ class BuiltInReward(Section):
 
     kind: Literal["numeric_match", "math_verify", "none"] = "numeric_match"
     """The last number is the answer's, or Math-Verify finds both equal; `none`: always 0."""
-    timeout_s: ClassVar[float] = 5.0
-    """Seconds for one answer, since Math-Verify does not end on some."""
+    timeout_s: ClassVar[float] = 60.0
+    """Seconds for one answer, of a machine that is busy: CPU time ends those on which Math-Verify does not end."""
 
     @property
     def workers(self) -> int:
@@ -237,7 +237,7 @@ class JudgeReward(ServedReward):
     """The question; `{completion}`, `{prompt}`, `{answer}`, `{conversation}` and columns are replaced. The reply's last
     `Score: n`, also as JSON, is the score: 0 to 10, which become reward 0 to 1. Other scores are refused."""
     parameters: dict[str, Any] = Field({})
-    """Further fields of the request, over `temperature: 0` and `max_tokens: 512`."""
+    """Further fields of the request, over `temperature: 0` and `max_tokens: 512`; null omits one."""
 
 
 class ModelReward(ServedReward):

@@ -18,8 +18,8 @@ MIB = 2**20
 GIB = 2**30
 FP32 = 4
 TRAINER_PROCESS, SERVER_PROCESS, WORKER_PROCESS = 650 * MIB, 710 * MIB, 880 * MIB
-CONTROLLER_PROCESS, SERVICE_PROCESS, SCORER_PROCESS = 120 * MIB, 400 * MIB, 16 * MIB
-"""Resident sets after imports and initialisation, before any model: Python, torch, Megatron or vLLM."""
+CONTROLLER_PROCESS, SERVICE_PROCESS, SCORER_PROCESS, PROGRAM = 120 * MIB, 400 * MIB, 16 * MIB, 1 * GIB
+"""Resident sets after imports, before any model: Python, torch, Megatron or vLLM; `tasks.code_reward.TEST_BYTES`."""
 GPU_CONTEXT, GPU_GRAPHS = int(1.5 * GIB), 1 * GIB
 """CUDA context, NCCL's buffers and cuBLAS' workspaces of a process; vLLM's captured graphs."""
 HEAP_CPU, HEAP_GPU = 1.65, 1.1
@@ -95,9 +95,9 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
-    adapters = [*config.adapters, *slots.joining_adapters(config)]
-    workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
-    parts = (Part("processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
+    rewards = [one for adapter in (*config.adapters, *slots.joining_adapters(config)) for one in adapter.rewards]
+    scorers = sum(one.workers * (SCORER_PROCESS + PROGRAM * (one.kind == "code")) for one in rewards)
+    parts = (Part("processes", host=CONTROLLER_PROCESS + scorers),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
     if slots.has_tenants(config):
         parts = (Part("processes", host=SERVICE_PROCESS),)

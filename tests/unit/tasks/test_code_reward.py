@@ -1,6 +1,7 @@
 """Programs of answers, right and hostile, in their fences: inside bubblewrap where it works, and without it."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from areal_lora.config.sections.task import CodeReward
 from areal_lora.tasks import scorer_setup
-from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
+from areal_lora.tasks.code_reward import CodeSettings, CodeTest, extract_program, row_tests
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
@@ -71,6 +72,40 @@ def test_asserts_continue_the_program_and_cannot_be_left_out(fence):
     scores = score(reward, *(answer(program, checks=checks) for program in programs))
     assert [s.reward for s in scores] == [1.0, 0.5, 0.0, 0.0, 0.0]
     assert [set(s.components) - {"passed"} for s in scores[1:]] == [{"wrong"}, {"wrong"}, {"wrong"}, {"crashed"}]
+
+
+@pytest.mark.parametrize(
+    ("program", "row"),
+    [
+        (
+            "class Solution:\n    def f(self, x: List[int]) -> int:\n"
+            "        return pow(sum(deque(x)), 2, 5) + heapq.nsmallest(1, x)[0]",
+            {"checks": ["assert Solution().f([2, 1]) == 5"]},
+        ),
+        ("from __future__ import annotations\ndef f(x: List[int]): return x[0]", {"checks": ["assert f([2, 1]) == 2"]}),
+        (
+            "import threading\nthreading.stack_size(1 << 29)\n"
+            "t = threading.Thread(target=lambda: print(int(input()) + 1))\nt.start(); t.join()",
+            {"inputs": ["1"], "outputs": ["2"]},
+        ),
+        (
+            "n = int(input())\ntable = [[1000 * j for j in range(2600)] for i in range(2600)]\nprint(table[0][n])",
+            {"inputs": ["1"], "outputs": ["1000"]},
+        ),
+        ("print('1\\n' * 200_000)", {"inputs": [""], "outputs": ["\n".join(["1"] * 200_000)]}),
+        (ADD, {"inputs": '["1 2", "3 4"]', "outputs": '["3", "7"]'}),
+    ],
+    ids=("no_imports", "future", "large_stack", "large_table", "long_output", "lists_as_text"),
+)
+def test_right_programs_of_public_sets_pass(program, row):
+    [scored] = score(CodeReward(inputs="inputs", outputs="outputs", asserts="checks"), answer(program, **row))
+    assert (scored.reward, dict(scored.components)) == (1.0, {"passed": 1.0})
+
+
+def test_more_output_than_twice_what_is_expected_is_too_much():
+    row = {"inputs": [""] * 2, "outputs": ["1" * 400_000, "1"]}
+    [scored] = score(code(credit="partial"), answer("print('1' * 790_000)", **row))
+    assert dict(scored.components) == {"passed": 0.0, "wrong": 0.5, "output": 0.5}
 
 
 FILES = "import os, time\nfor i in range({n}): open(str(i), 'wb').write(b'x' * {size})\n"
@@ -225,6 +260,7 @@ def test_the_time_of_an_answer_bounds_all_its_tests(monkeypatch):
         ("```python\na\n```\n```py\nb\n```", "b\n"),
         ("```\na\n```\n```sh\nls\n```", "a\n"),
         ("```python\na", None),
+        ("```python\na\n```\nExample output:\n```\n2\n```", "a\n"),
         ("x", None),
         ("```Python title\n  a\n  ```", "  a\n"),
     ],
@@ -234,19 +270,20 @@ def test_the_last_block_of_python(text, program):
 
 
 def by_lines(text: str) -> str | None:
-    """The last program of ``text``, found line by line."""
-    found, language, body = None, None, list[str]()
+    """The last program of ``text``, one without a language if no other, found line by line."""
+    found, language, body = dict[bool, str](), None, list[str]()
     for line in text.splitlines(keepends=True):
         fence = line.strip(" \t").startswith("```")
         if language is not None and fence:
-            found = "".join(body) if language in ("", "python", "python3", "py") else found
+            if language in ("", "python", "python3", "py"):
+                found[language == ""] = "".join(body)
             language = None
         elif language is not None:
             body.append(line)
         elif fence and line.endswith("\n"):
             head = line.strip(" \t").removeprefix("```").lstrip(" \t")
             language, body = "".join(takewhile(lambda c: c.isalnum() or c in "_+#.-", head)).lower(), []
-    return found
+    return found.get(False, found.get(True))
 
 
 @settings(deadline=None, max_examples=500)
@@ -270,6 +307,21 @@ def test_rows_without_tests_are_refused():
         ({}, "no tests"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs in 'inputs', 0 outputs"),
         ({"inputs": [], "outputs": [], "checks": [{}]}, "of type dict"),
+        ({"inputs": '["1", "2"]', "outputs": "1"}, "2 inputs in 'inputs', 1 outputs"),
     ]:
         with pytest.raises(ValueError, match=words):
             row_tests(row, settings)
+
+
+def test_tests_may_be_fields_of_json_text():
+    """As in TACO and in the ground truths of verl's sets."""
+    settings = CodeSettings(inputs="io.inputs", outputs="io.outputs", asserts=None, credit="all", timeout_s=9)
+    fields = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+    want = [CodeTest(stdin=given, expected=made) for given, made in zip(*fields.values(), strict=True)]
+    assert row_tests({"io": fields}, settings) == row_tests({"io": json.dumps(fields)}, settings) == want
+    assert row_tests({"io.inputs": "[1, 2]", "io.outputs": "3"}, settings) == [CodeTest(stdin="[1, 2]", expected="3")]
+    with pytest.raises(ValueError, match="of type list"):  # arguments of a function
+        row_tests({"io": json.dumps({"inputs": [[1]], "outputs": [[2]]})}, settings)
+    for text in ("", "x", "[1]", '{"inputs": 1', "{" * 100_000):
+        with pytest.raises(ValueError, match="no tests"):
+            row_tests({"io": text}, settings)

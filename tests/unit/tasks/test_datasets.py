@@ -1,4 +1,5 @@
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -232,6 +233,33 @@ def test_without_a_held_out_file_rows_are_held_out_once_and_for_all(tmp_path):
     assert [s.prompt for s in load_samples(task_of(), "eval")] == [s.prompt for s in held_out]
     with pytest.raises(ConfigError, match="50 of 50 rows would be held out"):
         load_samples(task_of(n_eval=50), "eval")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_no_copy_of_a_held_out_prompt_is_trained_on(tmp_path, chat):
+    """Of the others every row is, in the order of the file. Chats of other system prompts are no copies."""
+    texts = [f"p{i // 4}" if i % 4 else f"single {i}" for i in range(200)]
+    turns = [[{"role": "system", "content": str(i % 2)}, {"role": "user", "content": t}] for i, t in enumerate(texts)]
+    rows = [{"prompt": t, "turns": m, "answer": "1"} for t, m in zip(texts, turns, strict=True)]
+    how = {"columns": {"messages": "turns"}, "format": {"kind": "chat"}} if chat else {"columns": {}}
+    task = general(tmp_path, rows, eval=None, **how)
+    train, held_out = load_samples(task, "train"), load_samples(task, "eval")
+    chosen = sorted(random.Random("held out").sample(range(200), 40))
+    assert [s.uid for s in held_out] == [f"dataset/eval/{i}" for i in chosen], "as without copies"
+    asked = [str(row["turns"]) if chat else row["prompt"] for row in rows]
+    shown = {asked[i] for i in chosen}
+    kept = [i for i in range(200) if asked[i] not in shown]
+    assert 100 < len(kept) < 160
+    assert [s.uid for s in train] == [f"dataset/train/{i}" for i in kept]
+    first = general(tmp_path, rows, eval=None, n_train=7, **how)
+    assert [s.uid for s in load_samples(first, "train")] == [s.uid for s in train[:7]]
+
+
+def test_copies_of_held_out_prompts_alone_are_one_line(tmp_path):
+    task = general(tmp_path, [{"prompt": "p", "answer": "1"}] * 20, columns={}, eval=None)
+    assert len(load_samples(task, "eval")) == 4
+    with pytest.raises(ConfigError, match=r"every row has the prompt of one that is held out \(fix: give task.eval"):
+        load_samples(task, "train")
 
 
 @pytest.mark.parametrize(

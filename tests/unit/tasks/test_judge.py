@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from areal_lora.config.sections.task import JudgeReward
 from areal_lora.errors import ConfigError
 from areal_lora.network.api_client import ApiLimits
 from areal_lora.tasks import judge as judge_module, scorer_setup
-from areal_lora.tasks.judge import FILE, JudgeCache, fill, read_score
+from areal_lora.tasks.judge import FILE, READ_CHARACTERS, JudgeCache, fill, read_score
 from areal_lora.tasks.reward_calls import ScoreItem
 from areal_lora.tasks.scorer import RewardSum
 from areal_lora.types import Outcome
@@ -172,8 +173,9 @@ def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
         assert len(stub.bodies) == 2
         assert (costs["judge/cached_share"], costs.get("judge/calls")) == (1.0, None)
         # What was sent otherwise is asked again.
-        score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
+        score(judge(stub.url, parameters={"seed": 1, "max_tokens": None}), [item("good")], hidden=tmp_path)
         assert len(stub.bodies) == 3
+        assert set(stub.bodies[2]) == {"model", "messages", "temperature", "seed"}, "null omits a field"
     assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
 
 
@@ -189,11 +191,33 @@ def test_the_oldest_replies_make_room(tmp_path, monkeypatch):
     assert (tmp_path / FILE).stat().st_size < 1.5 * 1200 * 4000
 
 
-def test_no_more_requests_are_open_than_allowed(limits):
+@pytest.mark.parametrize("own", [False, True], ids=["with_a_key", "own_server"])
+def test_no_more_requests_are_open_than_allowed(limits, monkeypatch, own):
     limits(concurrency=6)  # half of them in each process
-    with JudgeStub(lambda n, _: hang(0.1)) as stub:
-        score(judge(stub.url), [item(str(i)) for i in range(12)])
-    assert (stub.most_open, len(stub.bodies)) == (3, 12)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    assert scorer_setup.OWN_SERVER_OPEN == 128
+    monkeypatch.setattr(scorer_setup, "OWN_SERVER_OPEN", 10)
+    with JudgeStub(lambda n, _: hang(0.3)) as stub:
+        score(judge(stub.url, key_env=None if own else "JUDGE_KEY"), [item(str(i)) for i in range(12)])
+    assert (stub.most_open, len(stub.bodies)) == (5 if own else 3, 12)
+
+
+def test_the_time_of_an_answer_starts_with_its_slot(monkeypatch):
+    """Ten answers of 1 s each, one at a time, with 4 s each."""
+    monkeypatch.setattr(task.ServedReward, "timeout_s", 4.0)
+    monkeypatch.setattr(scorer_setup, "OWN_SERVER_OPEN", 2)  # one in each process
+
+    def behave(*_):
+        time.sleep(1.0)
+        return said("Score: 5")
+
+    def measure():
+        with JudgeStub(behave) as stub:
+            [found], _ = score(judge(stub.url), [item(str(i)) for i in range(10)])
+        return [s.outcome for s in found]
+
+    right = [Outcome.OK] * 10
+    assert seen(measure, lambda found: found == right) == right
 
 
 def test_a_key_that_is_not_set_is_one_line(monkeypatch):
@@ -214,14 +238,43 @@ def test_a_key_is_not_sent_unencrypted():
         ('{"score": 4}', 4.0),
         ('bad {"score": 1} or {"why": "4", "score": "7"} }', 7.0),
         ('```{"score":0}```', 0),
+        ("Correctness score: 2\n\n**Score:** 9", 9),
+        ("score: 10 at most. **Final score:** 1/10", 1),
+        ("**Score**: 8", 8),
+        ("Score: **8.5**", 8.5),
+        ("__Score:__\n\n`8`", 8),
+        ("Score: [[8]]", 8),
+        (r"Score: $\boxed{8}$", 8),
+        ("Score：8", 8),
     ],
 )
 def test_a_score_is_read_as_text_and_as_json(text, score):
     assert read_score(text) == score
 
 
+@pytest.mark.parametrize("run", ["score ", 'score"', "score: ", "score:*"])
+def test_time_is_linear_in_a_reply_without_a_score(run):
+    began = time.process_time()
+    for text in (run * (READ_CHARACTERS // len(run)), run + run[-1] * READ_CHARACTERS):
+        with pytest.raises(ValueError, match="states no score"):
+            read_score(text)
+    assert time.process_time() - began < 3.0
+
+
 @pytest.mark.parametrize(
-    "text", ["", "Score: high", "Score: -1", '{"score": true}', '{"score": 11}', '{"other": 3}', "{" * 5000, "[4]"]
+    "text",
+    [
+        "",
+        "Score: high",
+        "**Score:** high 5",
+        "Score: [a](9)",
+        "Score: -1",
+        '{"score": true}',
+        '{"score": 11}',
+        '{"other": 3}',
+        "{" * 5000,
+        "[4]",
+    ],
 )
 def test_no_score(text):
     with pytest.raises(ValueError, match="score"):

@@ -50,6 +50,18 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
         ("5 km2", 5),
         ("7 - 5", 7),
         ("7-5", 7),
+        (r"\frac12", Fraction(1, 2)),
+        (r"-\frac34", Fraction(-3, 4)),
+        (r"\frac{12}5 + 1", Fraction(12, 5)),
+        (r"\dfrac1{72}", Fraction(1, 72)),
+        (r"1\frac{1}{2}", Fraction(3, 2)),
+        (r"-2 \tfrac34", Fraction(-11, 4)),
+        (r"30^\circ", 30),
+        (r"30^{\circ}", 30),
+        ("90^o", 90),
+        (r"25^{\text{th}}", 25),
+        ("25^{th}", 25),
+        (r"5\text{ cm}^2", 5),
     ],
 )
 def test_numbers(text, value):
@@ -72,6 +84,13 @@ def test_numbers(text, value):
         "1/2/3",
         "٣",
         "9" * (MAX_DIGITS + 1),
+        "10^6",
+        "2^{10}",
+        "10 ^ {-3}",
+        "2^n",
+        r"1.2\times 10^5",
+        r"5 \cdot 3",
+        r"\frac123",
     ],
 )
 def test_not_numbers(text):
@@ -111,7 +130,10 @@ def test_not_numbers(text):
         ('<think>\nThe user wants the final answer after "####". 9*2=17.\n</think>\nShe makes $18.\n#### 18', 18),
         ("<think> #### 17 </think>\n#### 18", 18),
         ("<think> #### 17 </think>\nShe makes 18", 18),
-        ("<think> #### 17", 17),
+        ("<think> #### 17", None),
+        (r"<think> so \boxed{42}. Wait,", None),
+        (r"<think> so \boxed{41}. </think> The final answer is $42$.", 42),
+        (r"Let me <think> 1 </think> \boxed{2} <think> or \boxed{3}", 2),
         ("I write `#### answer`. 9*2=18\n#### 18", 18),
         ('Output the final answer after "####".\n9*2=18\n#### 18', 18),
         ("9*2=18\n#### The total is 18", 18),
@@ -162,6 +184,7 @@ def test_fractions_round_trip(top, bottom):
     value = Fraction(top, bottom)
     assert parse_number(f"{top}/{bottom}") == value
     assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == value
+    assert parse_number(rf"{bottom:,}\frac{{{abs(top)}}}{{{bottom}}}") == bottom + abs(value)
     assert extract_answer(rf"so $\boxed{{\frac{{{top}}}{{{bottom}}}}}$ holds in 12 cases") == value
 
 
@@ -210,6 +233,10 @@ def test_any_number_like_text_is_answered_without_an_exception(text):
         "</think>",
         r"\boxed{",
         r"\frac{1",
+        r"1\frac",
+        r"1\frac1",
+        "1^",
+        "<think>",
     ],
 )
 def test_time_is_linear_in_the_length(unit):

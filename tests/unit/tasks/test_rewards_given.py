@@ -9,7 +9,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.tasks.check import task_problems
-from areal_lora.tasks.rewards import grade
+from areal_lora.tasks.rewards import grade, numeric_match, states_several
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -27,17 +27,42 @@ def test_all_rows_are_checked_before_a_start(tmp_path: Path) -> None:
 
 def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compared(tmp_path: Path) -> None:
     """Sampling them is lost: each answer to them is an error, three times."""
-    rows = [{"prompt": f"{n}+1?", "answer": "B" if n in (5, 6) else str(n + 1)} for n in range(20)]
+    rows = [{"prompt": f"{n}+1?", "answer": "B" if n == 5 else "3, 5" if n == 6 else str(n + 1)} for n in range(20)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"adapters.0.{key}" for key in ("task.kind=dataset", f"task.train={data}", f"task.eval={data}")]
     (problem,) = task_problems(load_config(FILES, keys), online=False)
     assert problem.path == "adapters.0.reward.kind"
-    assert problem.reason == "4 of 40 gold answers state no number, the first is 'B'"
+    assert problem.reason == "4 of 40 gold answers state no number, or several, the first is 'B'"
     assert "math_verify" in problem.fix
     assert not list(task_problems(load_config(FILES, keys), online=False, resumed=True)), "its rows stay"
     for reward in ("math_verify", "none"):
         assert not list(task_problems(load_config(FILES, [*keys, f"adapters.0.reward.kind={reward}"]), online=False))
+
+
+@pytest.mark.parametrize(
+    ("gold", "several"),
+    [
+        (r"3 \times 10^8", True),
+        (r"2\sqrt{3}", True),
+        ("3, 5", True),
+        ("2x+3", True),
+        ("1 000 000", True),
+        ("3+4=7", False),
+        ("x_1 = 5", False),
+        (r"1\frac{1}{2}", False),
+        (r"\$1,234.50", False),
+        (r"50\%", False),
+        ("She has 3 and buys 4, so 7", False),
+        ("3+4=7\n#### 7", False),
+        (r"so 3 \boxed{-7}", False),
+    ],
+)
+def test_a_formula_that_is_read_as_one_of_its_numbers(gold: str, several: bool) -> None:
+    """Its own text in a box would score 0, and one of its numbers 1."""
+    assert states_several(gold) == several
+    if several:
+        assert not numeric_match(rf"\boxed{{{gold}}}", gold)
 
 
 def verl_reward(result: float | dict[str, object]) -> float:

@@ -1,12 +1,14 @@
 r"""Equality of expressions, for gold answers as GSM8K rows and as LaTeX."""
 
 import asyncio
+import logging
 
 import pytest
 
 from areal_lora.config.sections import task
 from areal_lora.config.sections.task import BuiltInReward
-from areal_lora.tasks.reward_calls import ScoreItem
+from areal_lora.tasks import scorer_setup
+from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import reward_call
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Outcome
@@ -40,6 +42,7 @@ math_verify = reward_call("math_verify").function
         ("<think> #### 17 </think> She makes $18$.", "18"),
         ("<think>The answer is maybe 3</think> so\n#### sin(x)", "#### sin(x)"),
         ("The answer is below, \\boxed{3} aside.\n#### pi/2", "#### pi/2"),
+        (r"<think> so \boxed{41}. " + "Check.\n" * 99 + "</think> **Answer: 42**", "42"),
         ("#### sin(x)\nThat was $x$", "#### sin(x)"),
     ],
 )
@@ -59,6 +62,7 @@ def test_equal(completion, gold):
         (r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
         ("$$$ \\frac{{{", "1"),
         ("#### Step 1: add\n... \\boxed{18}", "1"),
+        (r"<think> so \boxed{42}. Wait,", "42"),
     ],
 )
 def test_not_equal(completion, gold):
@@ -70,15 +74,35 @@ def test_a_gold_answer_that_states_nothing_is_an_error():
         math_verify("7", "")
 
 
-def test_the_deadline_rules_over_expressions_that_never_end(monkeypatch):
-    monkeypatch.setattr(task.BuiltInReward, "timeout_s", 2.0)
+ENDLESS = (r"\boxed{\sum_{k=0}^{50000} \binom{100000}{2k}}", r"\boxed{9^{9^9}}")  # within Python, and within C
 
-    async def run():
+
+def scores_around_endless_ones() -> list[Score]:
+    async def run() -> list[Score]:
         async with ScorerPool(BuiltInReward(kind="math_verify")) as pool:
-            texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")
+            texts = ("#### 7", ENDLESS[0], "#### 8", ENDLESS[1], "#### 7")
             return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
 
-    # The first use loads the parser, and a stall may take longer than the deadline.
-    first, endless, last = seen(lambda: asyncio.run(run()), lambda found: found[0].reward == found[2].reward == 1.0)
-    assert first.reward == last.reward == 1.0
-    assert endless.outcome in (Outcome.TIMEOUT, Outcome.ERROR)
+    return asyncio.run(run())
+
+
+def test_an_expression_that_never_ends_is_a_wrong_answer(monkeypatch, caplog):
+    """However long it takes by the clock: CPU time is the answer's own."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(scorer_setup, "MATH_CPU_S", 2.0)
+    monkeypatch.setattr(task.BuiltInReward, "timeout_s", 120.0)
+    scores = scores_around_endless_ones()
+    assert [(s.outcome, s.reward, s.correct) for s in scores] == [
+        (Outcome.OK, float(right), right) for right in (True, False, False, False, True)
+    ]
+    logged = [record.getMessage() for record in caplog.records if "CPU seconds" in record.getMessage()]
+    assert logged == [f"math_verify has not compared {n} answers within 2 CPU seconds each: reward 0" for n in (1, 2)]
+
+
+def test_time_by_the_clock_is_no_property_of_an_answer(monkeypatch):
+    monkeypatch.setattr(scorer_setup, "MATH_CPU_S", 600.0)
+    monkeypatch.setattr(task.BuiltInReward, "timeout_s", 2.0)
+    right = lambda found: found[0].reward == found[4].reward == 1.0  # noqa: E731 - a stall may take longer
+    scores = seen(scores_around_endless_ones, right)
+    assert right(scores)
+    assert {scores[1].outcome, scores[3].outcome} == {Outcome.TIMEOUT}

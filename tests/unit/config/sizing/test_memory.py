@@ -35,6 +35,7 @@ from areal_lora.engine.layers.active import Dropout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import adapter_size
+from areal_lora.tasks.code_reward import TEST_BYTES
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.strided import MEASURED_BYTES
@@ -175,6 +176,14 @@ def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
     name = "staging of publishes"
     assert server[name] == alone[name], "one ring of buffers, of the wider one"
     assert 0 < other[name].device < alone[name].device
+
+
+def test_programs_of_answers_count_with_all_that_they_may_have() -> None:
+    plain, code = (
+        estimate(f"adapters.0.reward={reward}")["controller"]
+        for reward in ("{kind: function, path: a.py:f, workers: 3}", "{kind: code, asserts: tests, workers: 3}")
+    )
+    assert code.host == plain.host + 3 * TEST_BYTES
 
 
 def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
