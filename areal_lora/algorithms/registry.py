@@ -66,8 +66,8 @@ def own_loss(path: str, clip: Clip) -> Loss:
     return loss
 
 
-def own_advantage(path: str) -> Advantage:
-    """The advantage ``function(samples: Samples) -> Tensor [S]`` at ``path``.
+def own_advantage(path: str, *, drop_uniform: bool) -> Advantage:
+    """The advantage ``function(samples: Samples) -> Tensor [S]`` at ``path``; ``drop_uniform``: of groups that differ.
 
     Raises:
         ConfigError: it cannot be imported or fails; its result has another shape, is not finite, differs from call to
@@ -86,7 +86,7 @@ def own_advantage(path: str) -> Advantage:
     mixed = {name: getattr(samples, name)[order] for name in ("rewards", "group_ids", "lengths", "baselines")}
     if not torch.allclose(_checked(path, function, replace(samples, **mixed), like=values), values[order]):
         _refuse(path, "its result depends on the order of the samples", "tell groups apart by samples.group_ids")
-    for equal in (samples.group_ids == 0, samples.group_ids >= 0):  # rewards of 0 and 1 are so in nearly every batch
+    for equal in () if drop_uniform else (samples.group_ids == 0, samples.group_ids >= 0):  # in nearly every batch
         alike = replace(samples, rewards=samples.rewards.masked_fill(equal, 0.0))
         _checked(path, function, alike, like=values, on="a group of equal rewards")
     return Advantage(of=function)
@@ -235,7 +235,11 @@ def build_algorithm(
         discount=Discount(gamma=config.gamma, lam=config.gae_lambda),
         weights=weights or {},
     )
-    advantage = ADVANTAGES[config.advantage] if config.advantage in ADVANTAGES else own_advantage(config.advantage)
+    advantage = (
+        ADVANTAGES[config.advantage]
+        if config.advantage in ADVANTAGES
+        else own_advantage(config.advantage, drop_uniform=config.drop_uniform)
+    )
     return Algorithm(
         name=config.kind,
         advantage=advantage,

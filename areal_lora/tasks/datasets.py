@@ -273,8 +273,8 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
             raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
         indices = sorted(random.Random("held out").sample(range(len(rows)), size))
         if split == "train":  # no copies of them either: public sets have a problem up to a hundred times
-            prompts = set(map(every.asked, indices))
-            indices = (index for index in every.indices if every.asked(index) not in prompts)
+            prompts = set(map(every.shown, indices))
+            indices = (index for index in every.indices if every.shown(index) not in prompts)
     if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")

@@ -60,7 +60,7 @@ class StoredSamples(Sequence[Sample]):
             return [self.sample_of(index, self.rows[index]) for index in self.indices[place]]
         return self.sample_of(self.indices[place], self.rows[self.indices[place]])
 
-    def asked(self, place: int) -> str:
+    def shown(self, place: int) -> str:
         """All that a model is shown of a sample: equal for copies alone."""
         sample = self[place]
         return repr((sample.prompt, sample.messages))

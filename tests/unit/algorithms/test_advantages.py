@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lora.algorithms.advantages import (
     ADVANTAGES,
+    Advantage,
     Discount,
     Samples,
     discounted_sums,
@@ -226,6 +227,15 @@ def test_a_reward_compares_the_answers_to_which_it_applies(seed: int) -> None:
     batch = _batch(total, groups, {"brief": brief, "right": parts[0], "right/words": lengths})
     got = token_credit(built.advantage, built.shaping, batch).advantages
     assert got[batch.loss_mask].tolist() == pytest.approx(want, abs=1e-4), f"seed {seed}"
+
+
+def test_a_users_sum_over_parts_that_all_answers_have_is_their_reward() -> None:
+    weights = {"right": 1.0, "brief": 0.25}
+    built = build_algorithm(AlgorithmConfig(kind="gdpo"), minibatches=1, max_new_tokens=8, weights=weights)
+    summed = Advantage(of=lambda samples: samples.parts @ samples.weights)
+    batch = _batch([1.05, 0.1, 1.0, 0.0], [0] * 4, {"right": [1.0, 0.0, 1.0, 0.0], "brief": [0.2, 0.4, 0.0, 0.0]})
+    got = token_credit(summed, built.shaping, batch).advantages[batch.loss_mask]
+    assert got.tolist() == pytest.approx([1.05, 0.1, 1.0, 0.0])
 
 
 def test_a_cost_of_right_answers_alone_trains_none_of_them_below_a_wrong_one() -> None:

@@ -118,11 +118,15 @@ def test_a_gradient_unlike_the_value_is_logged(tmp_path: Path, caplog: pytest.Lo
 def test_an_advantage_that_cannot_be_trained_on_is_refused(tmp_path: Path, body: str, reason: str) -> None:
     path = advantage_of(tmp_path, body)
     with pytest.raises(ConfigError, match=reason):
-        own_advantage(path)
+        own_advantage(path, drop_uniform=False)
 
 
 def test_an_advantage_that_is_finite_on_equal_rewards_is_taken(tmp_path: Path) -> None:
-    own_advantage(advantage_of(tmp_path, STD.replace("own.std()", "(own.std() + 1e-6)")))
+    own_advantage(advantage_of(tmp_path, STD.replace("own.std()", "(own.std() + 1e-6)")), drop_uniform=False)
+
+
+def test_groups_of_equal_rewards_are_not_tried_where_they_are_dropped(tmp_path: Path) -> None:
+    own_advantage(advantage_of(tmp_path, STD), drop_uniform=True)
 
 
 def test_a_file_that_fails_is_named(tmp_path: Path) -> None:
