@@ -25,14 +25,14 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 905,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
-    "algorithms": 1606,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
+    "algorithms": 1612,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
     "checkpoint": 1449,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2365,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
     "config": 4745,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
     "data": 968,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12046,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
+    "engine": 12047,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
     "families": 1529,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
     "launcher": 4926,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
     "library": 474,  # loss, advantage
