@@ -369,7 +369,7 @@ def _parts(weights: Mapping[str, float], batch: TrainBatch, samples: Tensor) -> 
         if differ and int((adds_up & (n_parts > 1)).sum()) <= differ:
             return {}
         rest = torch.where(adds_up, 0.0, rewards - total)
-    if rest.isnan().all():  # of nobody: a sum over the parts stays finite where each reward applies
+    if rest.isnan().all():  # a sum over the parts is finite where each reward applies
         return {"parts": parts, "weights": parts.new_tensor(factors[:-1])}
     return {"parts": torch.cat([parts, rest[:, None]], 1), "weights": parts.new_tensor(factors)}
 
