@@ -32,6 +32,8 @@ STOP_GRACE_S = 8.0
 KILL_WAIT_S = 1.5
 SHARED_LOOKS = 20
 """Number of checks after which an unclaimed name of shared memory counts as that of another program."""
+SESSIONS_S = 5.0
+"""Time between two searches for sessions that processes of the run have made: their orphans may have no mark."""
 KERNEL_S = 60.0
 """A driver may need so long to take the memory of a killed process apart."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,6 +52,7 @@ class Supervisor:
         self._shared_looks: Counter[str] = Counter()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._mark = uuid4().hex
+        self._searched_s = 0.0
 
     def __enter__(self) -> "Supervisor":
         _adopt_orphans(True)
@@ -92,6 +95,7 @@ class Supervisor:
         while any(process.poll() is None for _, process in mine) and time.monotonic() < deadline:
             time.sleep(0.02)
         alive = {process.pid for _, process in mine if process.poll() is None}
+        self._descendants()
         kill_sessions({process.pid for _, process in mine})
         deadline = time.monotonic() + KERNEL_S
         for spec, process in mine:
@@ -107,6 +111,8 @@ class Supervisor:
     def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
         """Processes (of ``only``) that ended since the last call, in starting order; what they left is killed."""
         self.look_after()
+        if time.monotonic() - self._searched_s > SESSIONS_S:
+            self._descendants()
         ended, running = [], []
         for spec, process in self._running:
             code = process.poll() if only is None or spec in only else None
@@ -183,7 +189,7 @@ class Supervisor:
         The run's are children of one of these, or in a session that was started here or found before. An orphan of
         another session has the mark.
         """
-        own, found, alive = os.getpid(), set[int](), []
+        own, found, alive, self._searched_s = os.getpid(), set[int](), [], time.monotonic()
         for process in psutil.Process().children(recursive=True):  # parents come first
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 session, parent = os.getsid(process.pid), process.ppid()

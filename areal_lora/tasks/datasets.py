@@ -27,6 +27,7 @@ from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, 
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.registry import is_hub_name
 from areal_lora.processes.loading import load_import_path
+from areal_lora.processes.log import get_logger
 from areal_lora.tasks.rewards import extract_answer
 from areal_lora.tasks.stored_samples import (
     Row,
@@ -39,6 +40,8 @@ from areal_lora.tasks.stored_samples import (
 )
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
+
+log = get_logger(__name__)
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 HELD_OUT = 256  # rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``
@@ -273,15 +276,17 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
             raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
         indices = sorted(random.Random("held out").sample(range(len(rows)), size))
         if split == "train":  # no copies of them either: public sets have a problem up to a hundred times
-            prompts = set(map(every.shown, indices))
-            indices = (index for index in every.indices if every.shown(index) not in prompts)
+            shown = set(map(every.shown, indices))
+            indices = [index for index in every.indices if every.shown(index) not in shown]
+            if n_copies := len(rows) - size - len(indices):
+                log.info("%s: %d copies of rows that are held out are not trained on", source.path, n_copies)
     if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
     most = task.n_train if split == "train" else task.n_eval
     made = StoredSamples(rows, islice(indices, most), every.sample_of)
     if not sum(1 for _ in made):  # raises for the first bad row
-        raise ConfigError("task.eval", "every row has the prompt of one that is held out", "give task.eval")
+        raise ConfigError("task.eval", "every row is a copy of one that is held out", "give task.eval")
     return made
 
 

@@ -33,8 +33,10 @@ class JudgeCache:
         self._file = sqlite3.connect(folder / FILE, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=NORMAL")
-        self._file.execute("DROP TABLE IF EXISTS texts")  # of versions that kept all
         self._file.execute("CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, text TEXT NOT NULL)")
+        if self._file.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone():  # of earlier versions
+            self._file.execute("INSERT OR IGNORE INTO replies SELECT question, text FROM texts LIMIT ?", (KEPT,))
+            self._file.execute("DROP TABLE IF EXISTS texts")
 
     def get(self, question: str) -> str | None:
         """The reply, None if there is none or the file cannot be read."""

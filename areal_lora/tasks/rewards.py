@@ -63,6 +63,7 @@ _TOKEN = re.compile(
 )
 _ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_UNIT = re.compile(r"\\(?:text|textbf|mbox|mathrm)\s*\{[^{}]*\}")
 _HEADING = re.compile(
     r"[\W_]*+(?:(?<!\\)[^\W\d_]{2,}|[0-9]+[.)] \W*[^\W\d_]|$)"
 )  # prose, a numbered heading, or nothing
@@ -105,7 +106,7 @@ def extract_answer(text: str) -> Fraction | None:
 def states_several(gold: str) -> bool:
     r"""Whether ``\boxed{}`` makes another number of a gold: ``2\sqrt{3}``, ``3, 5``. Prose and ``a = 5`` are none."""
     result = gold.rpartition("=")[2]
-    return not _PROSE.search(gold) and extract_answer(rf"\boxed{{{result}}}") != extract_answer(gold)
+    return not _PROSE.search(_UNIT.sub("", gold)) and extract_answer(rf"\boxed{{{result}}}") != extract_answer(gold)
 
 
 def numeric_match(completion: str, gold: Any) -> bool:

@@ -61,9 +61,12 @@ class StoredSamples(Sequence[Sample]):
         return self.sample_of(self.indices[place], self.rows[self.indices[place]])
 
     def shown(self, place: int) -> str:
-        """All that a model is shown of a sample: equal for copies alone."""
+        """Equal for copies alone: what a model is shown and the gold answer, or the whole row if it has none.
+
+        Rows of an environment may have one prompt, and differ by a seed or a level.
+        """
         sample = self[place]
-        return repr((sample.prompt, sample.messages))
+        return repr((sample.prompt, sample.messages, sample.columns if sample.answer is None else sample.answer))
 
 
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
@@ -121,9 +124,14 @@ def chat_messages(value: Any, path: str, what: str) -> list[dict[str, Any]]:
     messages = [{key: part for key, part in message.items() if part is not None} for message in value]
     for i, message in enumerate(messages):
         if calls := message.pop("tool_calls", None):  # Arrow has an empty list or null in messages without calls
-            if not isinstance(calls, list) or not all(isinstance(c, dict) and "function" in c for c in calls):
+            if not isinstance(calls, list) or not all(
+                isinstance(c, dict) and c.keys() & {"function", "name"} for c in calls
+            ):
                 raise ConfigError(path, f"{what}, message {i}: tool_calls are no calls of functions", "correct them")
-            message["tool_calls"] = [call | {"function": _decoded(call["function"])} for call in calls]
+            flat = (_decoded(call) for call in calls)  # templates take both forms
+            message["tool_calls"] = [c | {"function": _decoded(c["function"])} if "function" in c else c for c in flat]
+            message.setdefault("content", "")
+        if "content" in value[i] and message.get("role") != "assistant":  # an empty answer is none
             message.setdefault("content", "")
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise ConfigError(path, f"{what}, message {i} lacks role or content", "write both, or remove the row")

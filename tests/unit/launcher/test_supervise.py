@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_lora.launcher import supervise
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Interrupts, Supervisor, handled
 from tests.support.clocks import wait_until
@@ -113,3 +114,21 @@ def test_the_end_of_a_run_ends_its_own_processes_and_no_others(tmp_path: Path, h
             server.wait()
         for name in names:
             (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def test_a_tool_without_the_runs_environment_does_not_outlive_its_worker_and_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the MCP SDK starts tools: in a session of their own, with few variables."""
+    monkeypatch.setattr(supervise, "SESSIONS_S", 0.0)
+    pid, goes = tmp_path / "pid", tmp_path / "goes"
+    tool = f"env -i setsid bash -c 'echo $$. > \"{pid}\"; exec sleep 600' & "
+    argv = ("bash", "-c", f'{tool} while [ ! -e "{goes}" ]; do sleep 0.02; done')
+    with Supervisor(tmp_path, grace_s=1.0) as supervisor:
+        supervisor.start([ProcessSpec(role="controller", index=0, argv=argv, env={})])
+        wait_until(lambda: pid.exists() and pid.read_text().endswith(".\n"))
+        process = psutil.Process(int(pid.read_text().rstrip(".\n")))
+        assert not supervisor.poll()
+        goes.touch()
+        wait_until(lambda: bool(supervisor.poll()))
+    assert not lives(process)

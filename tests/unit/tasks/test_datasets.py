@@ -255,10 +255,19 @@ def test_no_copy_of_a_held_out_prompt_is_trained_on(tmp_path, chat):
     assert [s.uid for s in load_samples(first, "train")] == [s.uid for s in train[:7]]
 
 
+def test_rows_of_one_prompt_that_differ_in_other_columns_are_no_copies(tmp_path):
+    rows = [{"prompt": "Play one game.", "level": i % 4, "seed": i // 8} for i in range(200)]  # each one twice
+    task = general(tmp_path, rows, columns={"answer": None}, eval=None)
+    train, held_out = load_samples(task, "train"), load_samples(task, "eval")
+    copies = {(s.columns["level"], s.columns["seed"]) for s in held_out}
+    assert len(held_out) == 40
+    assert len(train) == sum((row["level"], row["seed"]) not in copies for row in rows) > 100
+
+
 def test_copies_of_held_out_prompts_alone_are_one_line(tmp_path):
     task = general(tmp_path, [{"prompt": "p", "answer": "1"}] * 20, columns={}, eval=None)
     assert len(load_samples(task, "eval")) == 4
-    with pytest.raises(ConfigError, match=r"every row has the prompt of one that is held out \(fix: give task.eval"):
+    with pytest.raises(ConfigError, match=r"every row is a copy of one that is held out \(fix: give task.eval"):
         load_samples(task, "train")
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import sqlite3
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,14 @@ def test_the_oldest_replies_make_room(tmp_path, monkeypatch):
     assert known == list(range(12_000 - len(known), 12_000))
     assert 3000 <= len(known) < 3000 + judge_module.TRIM_EVERY
     assert (tmp_path / FILE).stat().st_size < 1.5 * 1200 * 4000
+
+
+def test_replies_of_earlier_versions_are_kept(tmp_path):
+    with closing(sqlite3.connect(tmp_path / FILE)) as file, file:
+        file.execute("CREATE TABLE texts (question TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID")
+        file.execute("INSERT INTO texts VALUES ('q', 'r')")
+    for _ in range(2):
+        assert JudgeCache(tmp_path).get("q") == "r"
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["with_a_key", "own_server"])

@@ -46,6 +46,8 @@ def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compare
         (r"3 \times 10^8", True),
         (r"2\sqrt{3}", True),
         ("3, 5", True),
+        (r"12\text{ cm}^2", True),
+        (r"12\text{ cm}", False),
         ("2x+3", True),
         ("1 000 000", True),
         ("3+4=7", False),

@@ -75,6 +75,21 @@ def test_a_systems_message_of_the_format_is_before_a_whole_conversation(tmp_path
     assert len(given_answer(sample, "messages")) == 3
 
 
+def test_prompts_have_calls_in_either_form_and_messages_without_a_text(tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": None},
+        TURNS[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 3}'}]},
+        {"role": "user", "content": "and?"},
+    ]
+    task = dataset(tmp_path / "a.jsonl", [{"turns": turns, "answer": "3"}], messages="turns")
+    (sample,) = load_samples(task, "train")
+    assert sample.messages is not None
+    assert sample.messages[0] == {"role": "system", "content": ""}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 3}}]}
+    assert sample.messages[2:] == (called, turns[3])
+
+
 def test_arguments_that_no_reward_could_get_stay_text() -> None:
     for spelt in ('{"a": NaN}', "no JSON", f'{{"a": {2**64}}}', "[" * 10**5):
         call = {"function": {"name": "add", "arguments": spelt}}
