@@ -189,11 +189,13 @@ def adapted(case: Case, compute: Compute, module: nn.Module, sharded: ShardedMod
 def fsdp(case: Case, layers: int) -> Iterator[Slice]:
     """All of the slice is on one rank: what `fully_shard` gathers is not counted."""
     from areal_lora.engine.fsdp_engine import FsdpModel
-    from areal_lora.engine.fsdp_utils.model import ATTENTION, fuse_norms, fuse_rotations
+    from areal_lora.engine.fsdp_utils.fused import fuse_mlps, fuse_norms, fuse_rotations
+    from areal_lora.engine.fsdp_utils.model import ATTENTION
 
     model, sharded = hf_model(case, layers, ATTENTION), case.sharded(layers)
     fuse_norms(model)
     fuse_rotations(model)
+    fuse_mlps(model)
     with mock.patch.object(nn.functional, "rms_norm", FusedNorm.apply):
         compute = FsdpModel(model, sharded, ActiveAdapters())
         yield adapted(case, compute, model, sharded)

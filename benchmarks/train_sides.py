@@ -215,7 +215,7 @@ def main(name: str, case: Case, folder: Path) -> None:
         answer: Any
         match line.strip():
             case "logprobs":
-                answer = scored.tolist()
+                answer = scored[batch.loss_mask].tolist()
             case "step":
                 cpu, wall = time.process_time(), time.perf_counter()
                 side.step(batch)

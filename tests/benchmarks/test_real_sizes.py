@@ -20,10 +20,13 @@ from tests.support.paths import EXAMPLES
 # A small vocabulary: one chunk of logits instead of 56, and no other number but those of the output layer changes.
 SMALL = {case.name: replace(case, model=dict(case.model) | {"vocab_size": 1024}) for case in CASES}
 LONG = SMALL["30B-A3B, 3 x 8 k"]
-LIMITS = {"30B-A3B, 3 x 8 k": (60, 95, 18), "8B, 3 x 8 k": (42, 72, 18)}
-"""Launches of a layer forward and backward, copies from the host of a micro-batch."""
+LIMITS = {"30B-A3B, 3 x 8 k": (60, 95, 18), "8B, 3 x 8 k": (42, 73, 18)}
+"""Launches of a layer forward and backward, copies from the host of a micro-batch.
+
+A dense MLP of FSDP computes SiLU again backward: one launch more, and 3 f of memory in place of 4.
+"""
 JOINT_LIMITS = {
-    "8B, fsdp": (56, 93, 0, 20),
+    "8B, fsdp": (56, 94, 0, 20),
     "30B-A3B, fsdp": (74, 111, 0, 20),
     "8B, megatron": (41, 68, 0, 20),
     "30B-A3B, megatron": (93, 100, 0, 20),

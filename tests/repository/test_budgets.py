@@ -34,7 +34,7 @@ LINES = {
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
     "engine": 12047,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
     "families": 1529,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4926,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
+    "launcher": 4932,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
     "library": 474,  # loss, advantage
     "network": 1027,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4741,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
@@ -44,7 +44,7 @@ LINES = {
     "rollout": 8635,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
     "run_folder": 1127,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5456,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
-    "tasks": 3506,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
+    "tasks": 3524,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
     "trainer": 4345,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
     "weight_sync": 5729,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }

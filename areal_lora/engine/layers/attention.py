@@ -293,7 +293,7 @@ def pack(
     assert micro is None or micro.held is None, "a rank lacks tokens of its part"
     row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
     owners = np.full(plan.n_tokens, len(adapters) - 1)
-    before = where = held = np.empty(0, dtype=np.int64)
+    before = where = held = read = np.empty(0, dtype=np.int64)
     _, layers, k = (0, 0, 0) if batch.routes is None else batch.routes.shape
     routes = np.full((plan.n_tokens, layers, k), -1, dtype=np.int16)
     segments: list[Segment] = []
@@ -311,8 +311,7 @@ def pack(
         before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
         before[start] = np.where(shared > 0, shared_start + shared - 1, -1)
         where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
-    # Clients get the scores of all tokens.
-    read = np.ones_like(where) > 0 if micro is None or micro.weights is not None else micro.loss_mask.numpy()
+        read = (micro.loss_mask if micro.weights is None else torch.ones_like(micro.loss_mask)).numpy()  # clients: all
     predicted, followed = (before >= 0) & (np.bincount(where[read], minlength=len(held)) > 0), before[before >= 0]
     sources, targets = before[predicted], row[: len(before)][predicted]
     kept = None if (ids := (micro or batch).kept) is None else ids.numpy()[held[predicted]]
@@ -338,18 +337,19 @@ def pack(
         tokens = replace(tokens, ends=ends, owners=owners)
     if layers:
         tokens = replace(tokens, routes=upload(torch.from_numpy(routes), device))
+    both = upload(torch.from_numpy(np.concatenate([sources, followed] if layers else [sources])), device)  # in one copy
     return PackedMicroBatch(
         micros=_by_adapter(to_device(micro, device), micro.cu_seqlens.tolist()) if micro is not None else (),
         sequences=sequences,
         token_ids=upload(torch.from_numpy(row)[None], device),
         tokens=tokens,
         attention=AttentionPlan(segments, plan.n_tokens, device, context),
-        sources=upload(torch.from_numpy(sources), device),
+        sources=both[: len(sources)],
         targets=upload(torch.from_numpy(targets), device),
         kept=None if kept is None else upload(torch.from_numpy(kept), device),
         index=upload(torch.from_numpy(np.where(read, number[where], total)), device),
         predictions=most,
-        followed=upload(torch.from_numpy(followed), device) if layers else None,
+        followed=both[len(sources) :] if layers else None,
         rows=torch.from_numpy(where if context is None else context.places(plan.n_tokens)[where]),
     )
 
