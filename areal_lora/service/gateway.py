@@ -37,9 +37,7 @@ RESERVED = ("pin_version", "background")
 """Fields of the run's own requests: to keep a version on the servers, and to order requests."""
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 TRY_ANOTHER = (429, 503)  # statuses of a server that has not started the request
-FAILED_S = (
-    5.0  # a server that has failed comes last so long: without an engine it answers at once, and is the least busy
-)
+FAILED_S = 5.0  # a server comes last so long after a failure: without an engine it is the least busy one
 HOMES, START_BYTES = 1 << 16, 256
 BEHIND = 16
 """So many sequences more than the least busy server has cost less than computing the start of a prompt again."""

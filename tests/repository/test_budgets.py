@@ -43,7 +43,7 @@ LINES = {
     "processes": 501,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
     "rollout": 8635,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
     "run_folder": 1127,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
-    "service": 5456,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
+    "service": 5454,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3524,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
     "trainer": 4345,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
     "weight_sync": 5729,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings

@@ -120,7 +120,7 @@ def _is_gated_mlp(module: Any) -> bool:
     if type(parts["act_fn"]) is not type(ACT2FN["silu"]):
         return False
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the host alone: torch.manual_seed sets devices', too
         one = copy(module)
         layers = {name: nn.Linear(8, 8) for name in parts if name != "act_fn"}
         one._modules = {**parts, **layers}
