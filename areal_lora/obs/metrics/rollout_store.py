@@ -1,7 +1,6 @@
 """Keep the rollouts of a run in columns: Parquet files below ``rollouts/`` of the run folder, written by a thread.
 
     000000000-000004096.parquet ...   the rollouts with these numbers, the second one excluded
-    000000000-000004096.index ...     what queries compare of these (Scalars)
     vocabulary.parquet                the text of each token id
 
 A file is written whole or not at all. Small files are merged: a file replaces all whose numbers lie within its own.
@@ -20,7 +19,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from areal_lora.obs.metrics.records import DroppedGroup, GroupText
@@ -49,9 +47,6 @@ LEAST_BYTES = 3
 CLOSE_S = 120.0
 FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 DICTIONARIES = ("adapter", "uid", "prompt", "messages", "gold", "finish_reason", "dropped")
-WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 adapter:<i2 solved:i1"
-WIDTHS += " truncated:? stale:? retried:? dropped:?"
-INDEX = np.dtype([(name, width) for name, _, width in (each.partition(":") for each in WIDTHS.split())])
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.parquet")
 
 log = get_logger(__name__)
@@ -85,13 +80,6 @@ class StepRollouts:
         return TOKEN_BYTES * sum(map(len, self.columns))
 
 
-class Scalars(msgspec.Struct, frozen=True):
-    """``rows`` are those of a file as ``INDEX``; their numbers of adapters are places in ``adapters``."""
-
-    adapters: list[str]
-    rows: bytes
-
-
 class RolloutFile(NamedTuple):
     """A file with the rollouts numbered ``first`` to ``end`` - 1, without those that a resume made void."""
 
@@ -100,28 +88,8 @@ class RolloutFile(NamedTuple):
     path: Path
 
     @property
-    def scalars(self) -> Path:
-        """Its `Scalars`; absent after a crash, and while the file is replaced."""
-        return self.path.with_suffix(".index")
-
-    def read_scalars(self) -> Scalars:
-        """None of a damaged file. Raises FileNotFoundError."""
-        try:
-            with parquet_file(self.path) as table:
-                try:
-                    return msgspec.msgpack.decode(self.scalars.read_bytes(), type=Scalars)
-                except (OSError, msgspec.DecodeError):  # after a crash
-                    return scalars_of(table.read(INDEX.names))
-        except ValueError:
-            return Scalars([], b"")
-
-    @property
     def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.path, self.scalars) if path.exists())
-
-    def unlink(self) -> None:
-        for path in (self.path, self.scalars):
-            path.unlink(missing_ok=True)
+        return self.path.stat().st_size
 
 
 def segments(folder: Path) -> list[RolloutFile]:
@@ -240,20 +208,6 @@ def rollout_table(step: StepRollouts, first: int) -> pa.Table:
     )
 
 
-def scalars_of(table: pa.Table) -> Scalars:
-    """The columns of ``INDEX`` of a table. ``solved``: -1 is null.
-
-    They are also in the table: this is what takes a tenth of a second to read of a million rollouts.
-    """
-    adapters = table["adapter"].combine_chunks().dictionary_encode()
-    found = np.empty(len(table), INDEX)
-    found["adapter"] = adapters.indices.to_numpy()
-    for name in {*(INDEX.names or ())} - {"adapter"}:
-        column = table[name].is_valid() if name == "dropped" else table[name]
-        found[name] = (column.cast("int8").fill_null(-1) if name == "solved" else column).to_numpy()
-    return Scalars(adapters.dictionary.to_pylist(), found.tobytes())
-
-
 def _offsets(sizes: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *sizes], dtype=np.int64)
 
@@ -331,13 +285,10 @@ class RolloutWriter:
             except ValueError as error:  # a loss of power: files are renamed into place and not synced
                 path.rename(path.with_name(f"{path.name}.damaged"))
                 log.warning("%s is damaged (%s): renamed to .damaged, its content is lost", path, error)
-        used = {path for each in segments(self._folder) for path in (each.path, each.scalars)}
-        for path in {
-            *self._folder.glob(".*.tmp"),
-            *self._folder.glob("*-*.parquet"),
-            *self._folder.glob("*-*.index"),
-        } - used:
-            path.unlink()  # of a process that was killed
+        used = {each.path for each in segments(self._folder)}
+        for pattern in (".*.tmp", "*-*.parquet", "*-*.index"):  # an .index beside each file is of earlier versions
+            for path in {*self._folder.glob(pattern)} - used:
+                path.unlink()  # of a process that was killed
         while (work := self._queue.get()) is not None:
             if isinstance(work, StepRollouts):
                 self._append(work)
@@ -366,23 +317,19 @@ class RolloutWriter:
             merged = pa.concat_tables([parquet_file(each.path).read() for each in tail], promote_options="default")
             if self._place(merged, tail[0].first, tail[-1].end):
                 for each in tail:
-                    each.unlink()
+                    each.path.unlink()
 
     def _place(self, table: pa.Table, first: int, end: int) -> bool:
         """Write a file after making room for it; False if it exceeds the limit alone."""
-        content, index = encoded(table), msgspec.msgpack.encode(scalars_of(table))
-        files = segments(self._folder)
-        spare = self._limit - len(content) - len(index)
-        spare -= sum(path.stat().st_size for path in self._folder.iterdir())
+        content, files = encoded(table), segments(self._folder)
+        spare = self._limit - len(content) - sum(path.stat().st_size for path in self._folder.iterdir())
         if spare + sum(each.nbytes for each in files) < 0:
             return False
         while spare < 0:
             oldest = files.pop(1 if len(files) > 1 else 0)
             spare += oldest.nbytes
-            oldest.unlink()
-        made = RolloutFile(first, end, self._folder / f"{first:09d}-{end:09d}.parquet")
-        write_file(made.scalars, index)
-        write_file(made.path, content)
+            oldest.path.unlink()
+        write_file(self._folder / f"{first:09d}-{end:09d}.parquet", content)
         return True
 
     def _drop(self, adapter: str, step: int) -> None:
@@ -393,10 +340,7 @@ class RolloutWriter:
             void = (pc.field("adapter") == adapter) & (pc.field("step") >= step)
             if not len(file.read(["adapter", "step"]).filter(void)):
                 continue
-            table = file.read().filter(~void)
-            if not len(table):
-                each.unlink()
-                continue
-            each.scalars.unlink(missing_ok=True)
-            write_file(each.path, encoded(table))
-            write_file(each.scalars, msgspec.msgpack.encode(scalars_of(table)))
+            if len(table := file.read().filter(~void)):
+                write_file(each.path, encoded(table))
+            else:
+                each.path.unlink()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import INDEX, ROWS, RolloutFile, parquet_file, segments
+from areal_lora.obs.metrics.rollout_store import ROWS, RolloutFile, parquet_file, segments
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ EMBEDDED_TOKENS = 60_000
 TOKENS = ("messages", "versions", "token_ids", "logprobs", "trainer_logprobs", "advantages", "entropies", "turns")
 TEXTS = ("uid", "prompt", "gold", "answer", "finish_reason", "components", "dropped")
 SCALARS = ("rollout", "adapter", "step", "group", "reward", "solved", "truncated", "stale", "retried")
+WIDTHS = "rollout:<i8 prompt_key:<i8 step:<i4 group:<i4 reward:<f4 solved:i1 truncated:? stale:? retried:? dropped:?"
+SCANNED = {name: width for name, _, width in (each.partition(":") for each in WIDTHS.split())}
+INDEX = np.dtype([*SCANNED.items(), ("adapter", "<i2")])
 HEAD = (*SCALARS, *TEXTS, "sample", "advantage", "mismatch", "oldest", "newest")
 
 
@@ -154,13 +157,20 @@ class RolloutRows:
             self.index = np.frombuffer(b"".join(each.rows.data for each in found), INDEX)
 
     def _scalars(self, file: RolloutFile) -> np.ndarray:
-        found = file.read_scalars()
-        self.adapters += [name for name in found.adapters if name not in self.adapters]
-        rows, codes = np.frombuffer(found.rows, INDEX), [self.adapters.index(name) for name in found.adapters]
-        if codes != [*range(len(codes))]:
-            rows = rows.copy()
-            rows["adapter"] = np.array(codes, "<i2")[rows["adapter"]]
-        return rows
+        """The columns of ``INDEX``, of which ``solved`` is -1 for null; no row of a damaged file."""
+        try:
+            with parquet_file(file.path) as opened:
+                table = opened.read(INDEX.names)
+        except ValueError:
+            return np.empty(0, INDEX)
+        found, adapters = np.empty(len(table), INDEX), table["adapter"].combine_chunks().dictionary_encode()
+        names = adapters.dictionary.to_pylist()
+        self.adapters += [name for name in names if name not in self.adapters]
+        found["adapter"] = np.array([self.adapters.index(name) for name in names], "<i2")[_values(adapters.indices)]
+        for name in SCANNED:
+            found[name] = _values((table[name].is_valid() if name == "dropped" else table[name]).combine_chunks())
+        found["solved"][~_values(table["solved"].is_valid().combine_chunks())] = -1
+        return found
 
     def read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
         with parquet_file(self._loaded[number].file.path) as file:
@@ -325,6 +335,15 @@ class RolloutIndex:
         return RolloutTokens(
             head=_head(row), tokens=tokens, **{name: row[name] for name in TOKENS if name != "token_ids"}
         )
+
+
+def _values(column: pa.Array) -> np.ndarray:
+    """Not ``to_numpy``: it imports pandas, which takes longer than all the rest of a first page."""
+    import pyarrow as pa
+
+    if pa.types.is_boolean(column.type):
+        return _values(column.cast("int8")).astype(bool)
+    return np.frombuffer(column.buffers()[1], column.type.to_pandas_dtype(), len(column))
 
 
 def _has_text(table: pa.Table, text: str) -> pa.Array:
