@@ -22,7 +22,7 @@ import msgspec
 from areal_lora.config.models import Config
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.errors import RequestError
-from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics import records
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
@@ -240,14 +240,7 @@ READ_BYTES = 4 << 20
 PAGE = 1000  # most records of one answer
 
 
-class _Head(msgspec.Struct, frozen=True):
-    kind: str
-    adapter: str = ""
-
-
-_head = msgspec.json.Decoder(_Head).decode
-_state = msgspec.json.Decoder(AdapterStateRecord | StepRecord | PublishRecord | CheckpointRecord | ResumeRecord).decode
-_KINDS = ("state", "step", "publish", "checkpoint", "resume")
+_record = msgspec.json.Decoder(records.Record).decode
 
 
 @dataclass(slots=True)
@@ -259,7 +252,7 @@ class ObservedAdapter:
 
     phase: AdapterPhase | None = None
     reason: str = ""
-    step: StepRecord | None = None
+    step: records.StepRecord | None = None
     version: int | None = None
     checkpoint: int | None = None
     places: array[int] = field(default_factory=lambda: array("Q"))
@@ -314,24 +307,22 @@ class RunObserver:
         return found
 
     def _take(self, line: bytes, offset: int) -> None:
-        head = _head(line)
-        if not head.adapter:
+        record = _record(line)
+        if not record.adapter:
             return
-        seen = self._seen.setdefault(head.adapter, ObservedAdapter())
+        seen = self._seen.setdefault(record.adapter, ObservedAdapter())
         seen.places.append(offset)
-        if head.kind not in _KINDS:
-            return
-        match _state(line):
-            case AdapterStateRecord(state=phase, reason=reason):
+        match record:
+            case records.AdapterStateRecord(state=phase, reason=reason):
                 seen.phase, seen.reason = phase, reason
                 seen.states.append(offset)
-            case StepRecord() as step:
-                seen.step = step
-            case PublishRecord(version=version):
+            case records.StepRecord():
+                seen.step = record
+            case records.PublishRecord(version=version):
                 seen.version = version
-            case CheckpointRecord(version=version, failed=failed):
-                seen.checkpoint = seen.checkpoint if failed else version
-            case ResumeRecord(version=version):
+            case records.CheckpointRecord(version=version, failed=False):
+                seen.checkpoint = version
+            case records.ResumeRecord(version=version):
                 seen.checkpoint = version
                 if seen.step is not None and seen.step.version >= version:
                     seen.step = None  # it will come again
