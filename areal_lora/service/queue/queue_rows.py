@@ -10,7 +10,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -116,15 +116,6 @@ class Tables:
     def of(self, tenant: str) -> list[AdapterRow]:
         """The tenant's adapters, oldest first."""
         return [row for row in self.adapters.values() if row.tenant == tenant]
-
-    def after(self, row: AdapterRow) -> "Tables":
-        """The tables once an operation has made its adapter ``row``."""
-        at, deleted = (row.tenant, row.name), self.deleted
-        adapters = {**self.adapters, at: row}
-        if row.wanted is DesiredPhase.DELETED:
-            del adapters[at]
-            deleted = {**deleted, row.tenant: max(row.incarnation, deleted.get(row.tenant, 0))}
-        return replace(self, adapters=adapters, deleted=deleted)
 
     def desired(self) -> tuple[DesiredAdapter, ...]:
         """What the run is to have: deleted adapters are not in it."""

@@ -7,7 +7,7 @@ or an input/output error is `Unavailable`, and the file is used again afterwards
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -178,38 +178,32 @@ class Transaction:
         else:
             ADAPTERS.insert(self.db, row)
         reached("service.half_recorded")
-        self.tables = self.tables.after(row)
+        self.tables = read_tables(self.db)
         reached("service.recorded")
 
     def carried_out(self, rows: Iterable[queue_rows.AdapterRow]) -> None:
         """The run has carried out every operation of these adapters; losing this at a crash costs nothing."""
-        done = {(row.tenant, row.name): replace(row, open=0) for row in rows}
-        for at in done:
-            self.do("UPDATE adapters SET open = 0 WHERE tenant = ? AND name = ?", *at)
-        self.tables = replace(self.tables, adapters={**self.tables.adapters, **done})
+        for row in rows:
+            self.do("UPDATE adapters SET open = 0 WHERE tenant = ? AND name = ?", row.tenant, row.name)
+        self.tables = read_tables(self.db)
 
 
 def put_tenant(tx: Transaction, tenant: str, quota: queue_rows.Quota) -> None:
     sql = "INSERT INTO tenants (tenant, quota) VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
     tx.do(sql, tenant, msgspec.json.encode(quota).decode())
-    _read_again(tx)
+    tx.tables = read_tables(tx.db)
 
 
 def put_key(tx: Transaction, key: queue_rows.Key) -> None:
     """Admit the key; another one of the tenant with this label is no longer valid."""
     drop_key(tx, key.tenant, key.label)
     KEYS.insert(tx.db, key)
-    _read_again(tx)
+    tx.tables = read_tables(tx.db)
 
 
 def drop_key(tx: Transaction, tenant: str, label: str) -> None:
     tx.do("DELETE FROM keys WHERE tenant = ? AND label = ?", tenant, label)
-    _read_again(tx)
-
-
-def _read_again(tx: Transaction) -> None:
-    """No adapter has changed, nor has the desired state."""
-    tx.tables = replace(read_tables(tx.db), adapters=tx.tables.adapters)
+    tx.tables = read_tables(tx.db)
 
 
 def make_tables(db: sqlite3.Connection, run: str) -> None:

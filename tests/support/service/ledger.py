@@ -6,10 +6,12 @@ import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from areal_lora.errors import RequestError
 from areal_lora.service.queue.client_sessions import AdapterRequest, insert_model, open_session
-from areal_lora.service.queue.queue_rows import Quota, Tables
-from areal_lora.service.queue.queue_store import Transaction, make_tables
+from areal_lora.service.queue.queue_rows import Quota
+from areal_lora.service.queue.queue_store import Transaction, make_tables, read_tables
 from areal_lora.service.queue.requests import CreateModel, Lora
 
 QUOTA = Quota(
@@ -38,8 +40,9 @@ class Ledger:
         self.last: Transaction
         make_tables(self.db, "run")
         for tenant in ("acme", "bolt"):
-            self.db.execute("INSERT INTO tenants (tenant, quota) VALUES (?, '{}')", (tenant,))
-        self.tables = Tables(quotas={"acme": quota, "bolt": quota})
+            row = (tenant, msgspec.json.encode(quota).decode())
+            self.db.execute("INSERT INTO tenants (tenant, quota) VALUES (?, ?)", row)
+        self.tables = read_tables(self.db)
 
     def change(self, work: Callable[[Transaction], T]) -> T:
         tx = self.last = Transaction(db=self.db, now_s=self.now_s, tables=self.tables)

@@ -12,6 +12,7 @@ from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.service.queue.client_sessions import AdapterRequest, carried_out, changed, create
 from areal_lora.service.queue.queue_rows import Quota, Tables, Verb
 from areal_lora.types import AdapterPhase
+from tests.support.service.tables import after
 
 QUOTA = Quota(adapters=2, rank=8, weight=1.0, operations=3, body_kib=1, sequences=64, problems=9, workers=1)
 EMPTY = Tables(quotas=MappingProxyType({"acme": QUOTA, "bolt": QUOTA}))
@@ -23,7 +24,7 @@ def request(name: str = "math", rank: int = 4, weight: float = 1.0) -> AdapterRe
 
 def with_adapters(*names: tuple[str, str], tables: Tables = EMPTY) -> Tables:
     for tenant, name in names:
-        tables = tables.after(create(tables, tenant, request(name), now_s=1.0))
+        tables = after(tables, create(tables, tenant, request(name), now_s=1.0))
     return tables
 
 
@@ -41,7 +42,7 @@ def test_two_tenants_have_the_same_name_and_one_tenant_has_it_once() -> None:
 
 def test_a_name_that_is_used_again_has_another_incarnation() -> None:
     tables = with_adapters(("acme", "math"))
-    tables = tables.after(changed(tables, {}, "acme", "math", Verb.DELETE))
+    tables = after(tables, changed(tables, {}, "acme", "math", Verb.DELETE))
     assert create(tables, "acme", request(), now_s=1.0).key == "acme-math.2"
     assert create(tables, "bolt", request(), now_s=1.0).key == "bolt-math.1"
 
@@ -57,7 +58,7 @@ def test_quotas() -> None:
 def test_a_queue_is_full_until_the_run_carries_operations_out_and_a_delete_is_always_taken() -> None:
     tables = with_adapters(("acme", "a"))
     for verb in (Verb.PAUSE, Verb.RESUME):
-        tables = tables.after(changed(tables, {}, "acme", "a", verb))
+        tables = after(tables, changed(tables, {}, "acme", "a", verb))
     assert refusal(lambda: changed(tables, {}, "acme", "a", Verb.PAUSE)) == (429, "operations")
     assert changed(tables, {}, "acme", "a", Verb.DELETE).wanted is DesiredPhase.DELETED
     assert carried_out(tables, {}) == []
@@ -110,7 +111,7 @@ def test_no_key_of_the_run_recurs_and_no_quota_is_passed(steps: list[tuple[str, 
             there = (tenant, name) in model
             assert status == 429 or (status == 422 and there) or (status == 404 and not there)
             continue
-        tables = tables.after(row)
+        tables = after(tables, row)
         if verb is Verb.DELETE:
             del model[tenant, name]
         else:

@@ -8,6 +8,7 @@ import pytest
 
 from areal_lora.run_folder.paths import NAME as RUN_NAME, DesiredPhase
 from areal_lora.service.queue.queue_rows import NAME, TENANT, AdapterRow, Tables, digest_of, new_key
+from tests.support.service.tables import after
 
 
 def row(tenant: str = "acme", name: str = "math", incarnation: int = 1, wanted: str = "active") -> AdapterRow:
@@ -33,8 +34,8 @@ def test_the_longest_names_are_names_of_the_run() -> None:
 
 
 def test_a_deleted_adapter_is_not_desired_and_its_incarnation_is_remembered() -> None:
-    tables = Tables().after(row(incarnation=3)).after(row(name="other")).after(row(incarnation=3, wanted="deleted"))
-    tables = tables.after(row(name="third", incarnation=2)).after(row(name="third", incarnation=2, wanted="deleted"))
+    tables = after(Tables(), row(incarnation=3), row(name="other"), row(incarnation=3, wanted="deleted"))
+    tables = after(tables, row(name="third", incarnation=2), row(name="third", incarnation=2, wanted="deleted"))
     assert [each.key for each in tables.desired()] == ["acme-other.1"]
     assert tables.deleted == {"acme": 3}
 

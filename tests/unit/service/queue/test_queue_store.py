@@ -31,6 +31,7 @@ from areal_lora.service.queue.queue_writer import forget
 from areal_lora.service.queue.sequencer import insert, promote, waiting
 from areal_lora.types import AdapterPhase
 from tests.support.service.ledger import LORA
+from tests.support.service.tables import after
 
 T = TypeVar("T")
 QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
@@ -78,7 +79,7 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
             continue
         used.add((tenant, name))
         operated(store, row, verb, f"r{n}")
-        tables = tables.after(row)
+        tables = after(tables, row)
         if draw.random() < 0.1:
             store.close()
             store = opened(tmp_path)
