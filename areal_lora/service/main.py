@@ -30,6 +30,7 @@ from starlette.responses import Response
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.errors import RequestError
 from areal_lora.network.http_server import CLOSE_S, HttpServer, listening, unless_disconnected
 from areal_lora.processes.log import get_logger
@@ -42,7 +43,7 @@ from areal_lora.service.acceptance import EVERY_S, Acceptance, FolderInbox, admi
 from areal_lora.service.download import Downloads, downloaded, open_download
 from areal_lora.service.gateway import Gateway, Meter, Names, n_tokens, split
 from areal_lora.service.queue.client_sessions import changed, operate, unknown_adapter
-from areal_lora.service.queue.placement import PAGE, ObservedAdapter, RunObserver, Surroundings
+from areal_lora.service.queue.placement import PAGE, ObservedAdapter, RunObserver
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import LOCAL, TENANT, AdapterRow, Key, Quota, Tables, Verb, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store, drop_key, put_key, put_tenant
@@ -270,7 +271,8 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
     sock = listening(HOST, api_config.port, "service.api.port")
     async with AsyncExitStack() as stack:
         shutil.rmtree(run_folder.service_exports, ignore_errors=True)  # of downloads of an earlier process
-        observed = RunObserver(run_folder)
+        configured = [adapter.name for adapter in config.adapters]
+        observed = RunObserver(run_folder, configured, adapter_capacity(config))
         while observed.look():
             pass
         store = Store(run_folder.service_tables, config.run.name)
@@ -278,8 +280,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         writer = Writer(store, run_folder, observed.phases)
         stack.callback(writer.close)
         acceptance = Acceptance(config, writer)
-        around = Surroundings.of(config, observed)
-        queue = await stack.enter_async_context(RequestQueue(writer, run_folder, acceptance.of_client, around))
+        queue = await stack.enter_async_context(RequestQueue(writer, run_folder, acceptance.of_client, observed))
         gateway, meter = await stack.enter_async_context(Gateway(run_folder)), Meter()
         sdk = await stack.enter_async_context(Sdk(config, run_folder, queue, gateway, meter))
         api = Api(config, run_folder, writer, observed, acceptance, gateway, meter, sdk)
@@ -294,7 +295,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         inbox = FolderInbox(run_folder.inbox, lambda section, request: take_in(section, request=request))
         tasks = [
             watched_task("event-loop-ticks", heart.tick),
-            watched_task("metrics-tail", partial(_follow, observed, writer, around.configured)),
+            watched_task("metrics-tail", partial(_follow, observed, writer)),
             watched_task("inbox", inbox.watch),
         ]
         await stop.wait()
@@ -306,12 +307,12 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         heart.stop()
 
 
-async def _follow(observed: RunObserver, writer: Writer, configured: frozenset[str]) -> None:
+async def _follow(observed: RunObserver, writer: Writer) -> None:
     """Read the run's records as they come, and note which operations it has carried out, and what has left it."""
     while True:
         more = observed.look()
         await writer.settle()
-        observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})
+        observed.forget(but=observed.configured | {row.key for row in writer.tables.adapters.values()})
         await asyncio.sleep(0 if more else EVERY_S)
 
 

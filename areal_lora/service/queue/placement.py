@@ -12,15 +12,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from areal_lora.config.models import Config
-from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.errors import RequestError
 from areal_lora.obs.metrics import records
 from areal_lora.processes.log import get_logger
@@ -122,25 +120,6 @@ class Heartbeats:
         return [session for _, session in sorted(found)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the queue sees of the run: the newest of each adapter, all of them, and how many fit on the servers."""
-
-    seen: Callable[[str], ObservedAdapter]
-    phases: Callable[[], Mapping[str, AdapterPhase]]
-    configured: frozenset[str]
-    capacity: int
-
-    @classmethod
-    def of(cls, config: Config, observed: RunObserver) -> Surroundings:
-        return cls(
-            seen=observed.of,
-            phases=observed.phases,
-            configured=frozenset(adapter.name for adapter in config.adapters),
-            capacity=adapter_capacity(config),
-        )
-
-
 class Change(Protocol):
     """The result of a transaction once it is durable."""
 
@@ -151,9 +130,9 @@ class Placement:
     """Makes room on the servers. ``used_s``: when a saved state was sampled last, by its path."""
 
     def __init__(
-        self, writer: Writer, change: Change, around: Surroundings, heartbeats: Heartbeats, now_s: Callable[[], float]
+        self, writer: Writer, change: Change, observed: RunObserver, heartbeats: Heartbeats, now_s: Callable[[], float]
     ) -> None:
-        self._writer, self._change, self._around, self._now_s = writer, change, around, now_s
+        self._writer, self._change, self._observed, self._now_s = writer, change, observed, now_s
         self._heartbeats = heartbeats
         self.used_s: dict[str, float] = {}
         self.lock = asyncio.Lock()
@@ -170,16 +149,16 @@ class Placement:
 
     def check_own(self, tx: Transaction, tenant: str, session: str, path: str = "model_seq_id") -> None:
         """Raises RequestError where the session's own models have every place that one more adapter would wait for."""
-        phases, quota = self._around.phases(), tx.quota(tenant).adapters
+        phases, quota = self._observed.phases(), tx.quota(tenant).adapters
         own = tx.models("session = ? AND removed = 0", session)
-        if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
+        if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._observed.capacity:
             reason = f"the {len(own)} models of this session have every place that it can have"
             fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
             raise RequestError(path, reason, fix)
 
     def own(self, tenant: str) -> str:
         """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""
-        phases, without = self._around.phases(), (*OVER, AdapterPhase.PENDING)
+        phases, without = self._observed.phases(), (*OVER, AdapterPhase.PENDING)
         names = [row.name for row in self._writer.tables.of(tenant) if phases.get(row.key) not in without]
         if not names:
             return ""
@@ -209,7 +188,7 @@ class Placement:
     async def make_room_for_waiting(self) -> None:
         """An adapter that waits for a place comes before what is not in use, unless its own client is silent."""
         for row in self._writer.tables.adapters.values():
-            if self._around.seen(row.key).phase is not AdapterPhase.PENDING:
+            if self._observed.of(row.key).phase is not AdapterPhase.PENDING:
                 continue
             model = await self._change(lambda tx, key=row.key: tx.of_adapter(key))  # type: ignore[misc]
             if model is None or (model.of_state is None and model.session not in self._heartbeats.silent(DEAD_S)):
@@ -225,12 +204,12 @@ class Placement:
         return [(session, tenants[session]) for session in silent if session in tenants]
 
     def _places(self, tenant: str, *, waits: bool = False) -> Places:
-        tables, phases = self._writer.tables, self._around.phases()
+        tables, phases = self._writer.tables, self._observed.phases()
         joined = sum(phases.get(row.key) not in OVER for row in tables.adapters.values())
-        configured = sum(phases.get(name) not in OVER for name in self._around.configured)
+        configured = sum(phases.get(name) not in OVER for name in self._observed.configured)
         return Places(
             taken=joined + configured - waits,
-            capacity=self._around.capacity,
+            capacity=self._observed.capacity,
             mine=len(tables.of(tenant)) - waits,
             quota=tables.quotas[tenant].adapters,
         )
@@ -260,10 +239,14 @@ class ObservedAdapter:
 
 
 class RunObserver:
-    """Follows one file. ``look`` reads what has come; the rest answers from memory and, for lines, from the file."""
+    """Follows one file. ``look`` reads what has come; the rest answers from memory and, for lines, from the file.
 
-    def __init__(self, run_folder: RunFolder) -> None:
+    ``configured`` are adapters of the configuration, ``capacity`` is how many adapters fit on the servers.
+    """
+
+    def __init__(self, run_folder: RunFolder, configured: Collection[str] = (), capacity: int = 0) -> None:
         self._path, self._at = run_folder.metrics, 0
+        self.configured, self.capacity = frozenset(configured), capacity
         self._seen: dict[str, ObservedAdapter] = {}
 
     def look(self) -> bool:

@@ -24,7 +24,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import reached, watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.queue import client_sessions, queue_writer, sequencer
-from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, Surroundings, fits
+from areal_lora.service.queue.placement import SILENT_S, Change, Heartbeats, Placement, RunObserver, fits
 from areal_lora.service.queue.queue_rows import Quota, SavedState, model_id
 from areal_lora.service.queue.queue_store import SESSIONS, Transaction
 from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending
@@ -51,17 +51,18 @@ class RequestQueue:
         writer: queue_writer.Writer,
         run_folder: RunFolder,
         accept: Accept,
-        around: Surroundings,
+        observed: RunObserver,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
+        self._writer, self._folder, self._accept, self._now_s = writer, run_folder, accept, now_s
+        self._observed = observed
         self._outbox = Outbox(run_folder, self.change)
         self._answered: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # waiters keep them
         self._fetched: set[str] = set()
         self.dropped_samples: set[str] = set()
         """Forgotten soon, not at once: until then a restart may sample them in vain."""
         self._heartbeats = Heartbeats(now_s)
-        self.placement = Placement(writer, self.change, around, self._heartbeats, now_s)
+        self.placement = Placement(writer, self.change, observed, self._heartbeats, now_s)
         self._serving: dict[tuple[str, str, str | None], asyncio.Task[str | Pending]] = {}
         self._failed_s: dict[str, float] = {}
         self._start_s = self._forgot_s = now_s()
@@ -159,7 +160,7 @@ class RequestQueue:
     async def _look(self, tenant: str, request: str) -> Answer | Pending:
         found, adapter = await self.change(lambda tx: sequencer.look(tx, tenant, request))
         if isinstance(found, Pending):
-            seen = self._around.seen(adapter)
+            seen = self._observed.of(adapter)
             if seen.phase is None:
                 return Pending(reason="the adapter waits for the trainer", capacity=True)
             if seen.phase is AdapterPhase.PENDING:
@@ -226,11 +227,11 @@ class RequestQueue:
 
     async def keep(self) -> None:
         """One round of upkeep (`queue_writer`)."""
-        now, phases = self._now_s(), self._around.phases()
+        now, phases = self._now_s(), self._observed.phases()
         has_failed = [key for key, phase in phases.items() if phase is AdapterPhase.FAILED]
         self._failed_s = {key: self._failed_s.get(key, now) for key in has_failed}
         long = [key for key, at_s in self._failed_s.items() if now - at_s >= FAILED_S]
-        failed = {key: self._around.seen(key).reason for key in long}
+        failed = {key: self._observed.of(key).reason for key in long}
         await self.change(partial(queue_writer.follow, failed=failed))
         for session in self._heartbeats.silent(SILENT_S):
             await self.change(partial(client_sessions.end_session, session=session))

@@ -15,7 +15,7 @@ from areal_lora.operations.protocol import Datum, Loss, Operation, OperationFail
 from areal_lora.run_folder.paths import RunFolder, read_desired
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.service.queue.client_sessions import AdapterRequest
-from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
+from areal_lora.service.queue.placement import ObservedAdapter, RunObserver
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Quota
 from areal_lora.service.queue.queue_store import Store, put_tenant
@@ -120,13 +120,9 @@ async def town(
     for tenant in ("acme", "bolt"):
         store.change(lambda tx, tenant=tenant: put_tenant(tx, tenant, quota), it.now_s)  # type: ignore[misc]
     it.writer = Writer(store, folder, it.phases)
-    around = Surroundings(
-        seen=lambda key: it.seen.get(key, ObservedAdapter()),
-        phases=it.phases,
-        configured=frozenset(),
-        capacity=capacity,
-    )
-    it.queue = RequestQueue(it.writer, folder, accept, around, now_s=lambda: it.now_s)
+    observed = RunObserver(folder, capacity=capacity)
+    observed._seen = it.seen
+    it.queue = RequestQueue(it.writer, folder, accept, observed, now_s=lambda: it.now_s)
 
     async def roster() -> None:
         while True:

@@ -16,7 +16,7 @@ import msgspec
 from areal_lora.errors import RequestError
 from areal_lora.operations.protocol import OperationFailure, StepResult
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.queue.placement import ObservedAdapter, Surroundings
+from areal_lora.service.queue.placement import ObservedAdapter, RunObserver
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_store import Store, put_tenant
 from areal_lora.service.queue.queue_writer import Writer
@@ -72,13 +72,19 @@ class Client:
         self.keep()
 
 
+class AllActive(RunObserver):
+    """Of a run whose every adapter takes steps."""
+
+    def of(self, key: str) -> ObservedAdapter:
+        return ObservedAdapter(phase=AdapterPhase.ACTIVE)
+
+
 async def main(folder: Path, steps: int) -> None:
     store = Store(RunFolder(folder).service_tables, "run")
     store.change(lambda tx: put_tenant(tx, "acme", QUOTA), 0.0)
     writer = Writer(store, RunFolder(folder), dict)
-    active = ObservedAdapter(phase=AdapterPhase.ACTIVE)
-    around = Surroundings(seen=lambda _: active, phases=dict, configured=frozenset(), capacity=4)
-    async with RequestQueue(writer, RunFolder(folder), accept, around) as queue:
+    observed = AllActive(RunFolder(folder), capacity=4)
+    async with RequestQueue(writer, RunFolder(folder), accept, observed) as queue:
         try:
             await Client(folder).live(queue, steps)
         except RequestError as refused:

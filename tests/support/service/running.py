@@ -18,12 +18,13 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
 from areal_lora.service.acceptance import Acceptance, admit_operator
 from areal_lora.service.gateway import Gateway, Meter
 from areal_lora.service.main import Api
-from areal_lora.service.queue.placement import RunObserver, Surroundings
+from areal_lora.service.queue.placement import RunObserver
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.queue.queue_rows import Key, Quota, digest_of, new_key
 from areal_lora.service.queue.queue_store import Store, Transaction, put_key, put_tenant
@@ -79,7 +80,11 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     if not folder.secret.exists():
         create_secret(folder)
     quota = msgspec.structs.replace(Quota(adapters=2, rank=8), **limits)
-    store, observed = Store(folder.service_tables, config.run.name), RunObserver(folder)
+    names = [adapter.name for adapter in config.adapters]
+    store, observed = (
+        Store(folder.service_tables, config.run.name),
+        RunObserver(folder, names, adapter_capacity(config)),
+    )
     observed.look()
     admit_operator(store, folder.service_key, quota)
     keys = {"operator": folder.service_key.read_text().strip()}
@@ -93,7 +98,7 @@ async def running(config: Config, *, raises: bool = True, **limits: float) -> As
     store.change(admit, 0.0)
     writer = Writer(store, folder, observed.phases)
     acceptance = Acceptance(config, writer)
-    queue = RequestQueue(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
+    queue = RequestQueue(writer, folder, acceptance.of_client, observed)
     try:
         meter = Meter()
         async with queue, Gateway(folder) as gateway, Sdk(config, folder, queue, gateway, meter) as sdk:
