@@ -7,32 +7,16 @@ records of one kind and version the last one counts. Memory grows with resumes a
 """
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import records
 from areal_lora.run_folder.events import whole_lines
 from areal_lora.run_folder.paths import RunFolder
-
-BEFORE = frozenset({"step"})
-"""Kinds whose ``index`` is the version that they start from; the ``index`` of every other kind is one that was made."""
-RESUME = "resume"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The identity of a record. ``what`` separates records of one kind and index; None: the record has no repeats."""
-
-    kind: str
-    adapter: str
-    index: int
-    what: Hashable | None = ""
 
 
 class VoidRecords:
@@ -42,50 +26,61 @@ class VoidRecords:
         # By adapter, (place, version) of the effective resumes, ascending in both: a later resume from an older
         # version voids everything that an earlier one does.
         self._resumes: dict[str, list[tuple[int, int]]] = {}
-        self._highest: dict[tuple[str, str, Hashable], int] = {}
-        self._last: dict[tuple[str, str, Hashable, int], int] = {}
+        self._highest: dict[Key, int] = {}
+        self._last: dict[tuple[Key | None, int], int] = {}
 
-    def note(self, place: int, mark: Mark) -> None:
-        if mark.kind == RESUME:
-            self._resume(place, mark)
-        elif mark.what is not None:
-            key = (mark.kind, mark.adapter, mark.what)
+    def note(self, place: int, record: records.Record) -> None:
+        if isinstance(record, records.ResumeRecord):
+            self._resume(place, record)
+        elif (key := _key(record)) is not None:
             highest = self._highest.get(key)
-            if highest is None or mark.index > highest:
-                self._highest[key] = mark.index  # no earlier record, or only void ones
+            if highest is None or record.version > highest:
+                self._highest[key] = record.version  # no earlier record, or only void ones
             else:
-                self._last[*key, mark.index] = place
+                self._last[key, record.version] = place
 
     @property
     def nothing(self) -> bool:
         return not self._resumes and not self._last
 
-    def holds(self, place: int, mark: Mark) -> bool:
+    def holds(self, place: int, record: records.Record) -> bool:
         """Whether the record at ``place`` is valid. A resume always is."""
-        if mark.kind == RESUME:
+        if isinstance(record, records.ResumeRecord):
             return True
-        resumes = self._resumes.get(mark.adapter, [])
+        resumes = self._resumes.get(record.adapter, [])
         later = bisect_right(resumes, place, key=lambda entry: entry[0])
-        if later < len(resumes) and mark.index > _last_valid(mark.kind, resumes[later][1]):
+        if later < len(resumes) and record.version > _last_valid(type(record), resumes[later][1]):
             return False
-        return self._last.get((mark.kind, mark.adapter, mark.what, mark.index), place) <= place
+        return self._last.get((_key(record), record.version), place) <= place
 
-    def _resume(self, place: int, mark: Mark) -> None:
-        resumes = self._resumes.setdefault(mark.adapter, [])
-        while resumes and resumes[-1][1] >= mark.index:
+    def _resume(self, place: int, resume: records.ResumeRecord) -> None:
+        resumes = self._resumes.setdefault(resume.adapter, [])
+        while resumes and resumes[-1][1] >= resume.version:
             resumes.pop()
-        resumes.append((place, mark.index))
+        resumes.append((place, resume.version))
         for key, highest in self._highest.items():
-            if key[1] == mark.adapter:
-                self._highest[key] = min(highest, _last_valid(key[0], mark.index))
+            if key[1] == resume.adapter:
+                self._highest[key] = min(highest, _last_valid(key[0], resume.version))
 
 
-def _last_valid(kind: str, version: int) -> int:
-    """The last index that stays valid after a resume from ``version``."""
-    return version - 1 if kind in BEFORE else version
+Key = tuple[type[records.Record], str, str]
 
 
-D = TypeVar("D")
+def _key(record: records.Record) -> Key | None:
+    """What only the last record of a version has; None where a version has several: changes of members, states.
+
+    A version has an evaluation per tag and set.
+    """
+    if isinstance(record, records.MembersRecord | records.AdapterStateRecord):
+        return None
+    what = f"{record.tag}/{record.name}" if isinstance(record, records.EvalRecord) else ""
+    return type(record), record.adapter, what
+
+
+def _last_valid(kind: type[records.Record], version: int) -> int:
+    """The last version of a ``kind`` that stays valid after a resume from ``version``: a step's is where it starts."""
+    return version - 1 if kind is records.StepRecord else version
+
 
 TAIL_BYTES = 4 << 20
 
@@ -110,7 +105,7 @@ class MetricsTail:
             return found
         for line in whole_lines(self.path, self.offset + TAIL_BYTES, self.offset):
             try:
-                found.append(_decode(_RECORD, line, self.path, self._lines + 1))
+                found.append(_decode(line, self.path, self._lines + 1))
             except ConfigError:
                 if found:
                     break
@@ -134,22 +129,22 @@ def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[reco
         return []
     start = max(0, path.stat().st_size - nbytes - 1)
     lines = [*whole_lines(path, at=start)][start > 0 :]  # the first one is cut, or the end of the line before
-    return [_decode(_RECORD, line, path, number) for number, line in enumerate(lines, 1)]
+    return [_decode(line, path, number) for number, line in enumerate(lines, 1)]
 
 
 def state_records(run_folder: RunFolder) -> list[records.AdapterStateRecord | records.ResumeRecord]:
-    """All states of adapters and the resumes between them, as written; of every other line only the kind is read.
+    """All states of adapters and the resumes between them, as written.
 
     Raises ConfigError for a line that is not a record.
     """
-    path = run_folder.metrics
-    lines = enumerate(whole_lines(path), 1) if path.exists() else ()
-    return [_decode(_STATE, line, path, number) for number, line in lines if line.startswith(_STATE_LINES)]
+    kinds = records.AdapterStateRecord | records.ResumeRecord
+    return [record for _, record in _records(run_folder.metrics) if isinstance(record, kinds)]
 
 
 def recorded_s(run_folder: RunFolder) -> float:
     """The wall time of the last recorded step, void steps included; 0 before the first."""
-    return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
+    steps = (record for _, record in _records(run_folder.metrics) if isinstance(record, records.StepRecord))
+    return max((step.time_s for step in steps), default=0.0)
 
 
 def iter_metrics(run_folder: RunFolder | Path | str, until: int | None = None) -> Iterator[records.Record]:
@@ -160,14 +155,12 @@ def iter_metrics(run_folder: RunFolder | Path | str, until: int | None = None) -
     """
     folder = RunFolder.of(run_folder)
     path, undone, end = folder.metrics, VoidRecords(), 0
-    for number, (nbytes, head) in enumerate(_heads(path, until), 1):
-        undone.note(number, mark_of(head))
+    for number, (nbytes, record) in enumerate(_records(path, until), 1):
+        undone.note(number, record)
         end += nbytes
-    if end:
-        for number, line in enumerate(whole_lines(path, end), 1):
-            record = _decode(_RECORD, line, path, number)
-            if undone.nothing or undone.holds(number, mark_of(record)):
-                yield record
+    for number, (_, record) in enumerate(_records(path, end), 1):
+        if undone.nothing or undone.holds(number, record):
+            yield record
 
 
 def read_metrics(run_folder: RunFolder | Path | str) -> records.RunMetrics:
@@ -191,46 +184,19 @@ def read_metrics(run_folder: RunFolder | Path | str) -> records.RunMetrics:
     return found
 
 
-class _Head(msgspec.Struct, frozen=True):
-    """The fields that the first pass needs; much cheaper to decode than a whole record."""
-
-    kind: str
-    adapter: str = ""
-    step: int = 0
-    version: int = 0
-    tag: str = ""
-    name: str = DEFAULT_SET
-    time_s: float = 0.0
+_RECORD: msgspec.json.Decoder[records.Record] = msgspec.json.Decoder(records.Record)
 
 
-def mark_of(record: Any) -> Mark:
-    """The identity of a `Record`, or of the `_Head` of one.
-
-    A version has several changes of members, states, and an evaluation per tag and set; of every other kind one.
-    """
-    kind = record.kind if isinstance(record, _Head) else str(record.__struct_config__.tag)
-    repeats = kind not in ("members", "state")
-    what = f"{record.tag}/{record.name}" if kind == "eval" else "" if repeats else None
-    return Mark(kind=kind, adapter=record.adapter, index=record.version, what=what)
-
-
-_RECORD = msgspec.json.Decoder(records.Record)
-_HEAD = msgspec.json.Decoder(_Head)
-_STATE = msgspec.json.Decoder(records.AdapterStateRecord | records.ResumeRecord)
-_STATE_LINES = (b'{"kind":"state"', b'{"kind":"resume"')
-"""The start of these lines, as the writer has them."""
-
-
-def _heads(path: Path, until: int | None = None) -> Iterator[tuple[int, _Head]]:
-    """(bytes of the line, head) of each record of ``metrics.jsonl``, to byte ``until``."""
+def _records(path: Path, until: int | None = None) -> Iterator[tuple[int, records.Record]]:
+    """(bytes of the line, record) of each line of ``metrics.jsonl``, to byte ``until``; none without the file."""
     if path.exists():
         for number, line in enumerate(whole_lines(path, until), 1):
-            yield len(line), _decode(_HEAD, line, path, number)
+            yield len(line), _decode(line, path, number)
 
 
-def _decode(decoder: msgspec.json.Decoder[D], line: bytes, path: Path, number: int) -> D:
+def _decode(line: bytes, path: Path, number: int) -> records.Record:
     try:
-        return decoder.decode(line)
+        return _RECORD.decode(line)
     except msgspec.DecodeError as error:
         fix = "restore the file or move it away"
         raise ConfigError(f"{path}:{number}", f"not a metrics record: {error}", fix) from error

@@ -24,7 +24,7 @@ import msgspec
 from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
 from areal_lora.obs.metrics import records
-from areal_lora.obs.metrics.reader import MetricsTail, VoidRecords, mark_of
+from areal_lora.obs.metrics.reader import MetricsTail, VoidRecords
 from areal_lora.obs.report.page import RunPage, report_page
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, read_events
@@ -263,7 +263,7 @@ class MetricsFollower:
         while new := self._ahead.read_new():
             for record in new:
                 self._known += 1
-                self._undone.note(self._known, mark_of(record))
+                self._undone.note(self._known, record)
                 self._held.see(self._known, record, now_s)
         first = None if everything else self._held.first()
         end = self._known if first is None else first - 1
@@ -274,7 +274,7 @@ class MetricsFollower:
             self._line += 1
             if isinstance(record, TIMED):
                 self._time_s = max(self._time_s, record.time_s)
-            if self._line > self._sent and self._undone.holds(self._line, mark_of(record)):
+            if self._line > self._sent and self._undone.holds(self._line, record):
                 shown = msgspec.structs.replace(record, adapter="") if record.adapter == self._only else record
                 yield MetricsRow(line=self._line, time_s=self._time_s, record=shown)
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.metrics.reader import Mark, VoidRecords, iter_metrics, read_metrics
-from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.reader import VoidRecords, iter_metrics, read_metrics
+from areal_lora.obs.metrics.records import (
+    CheckpointRecord,
+    EvalRecord,
+    MembersRecord,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    StepRecord,
+)
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 
@@ -75,16 +83,19 @@ def test_random_runs_are_read_like_a_table_says(tmp_path: Path) -> None:
 
 
 def test_memory_grows_with_resumes_and_not_with_records() -> None:
+    def step(version: int) -> StepRecord:
+        return StepRecord(adapter="a", step=version, version=version, time_s=0.0)
+
     undone = VoidRecords()
     for number in range(10_000):
-        undone.note(number, Mark(kind="step", adapter="a", index=number))
-        undone.note(number, Mark(kind="sample", adapter="a", index=number, what=None))
+        undone.note(number, step(number))
+        undone.note(number, MembersRecord(adapter="a", version=number, servers=1))
     assert undone.nothing
     for number in range(10_000, 10_100):
-        undone.note(number, Mark(kind="resume", adapter="a", index=10_100 - number))
+        undone.note(number, ResumeRecord(adapter="a", version=10_100 - number, time_s=0.0))
     assert sum(len(entries) for entries in undone._resumes.values()) == 1
     assert not undone._last
-    assert [n for n in range(10_000) if undone.holds(n, Mark(kind="step", adapter="a", index=n))] == [0]
+    assert [n for n in range(10_000) if undone.holds(n, step(n))] == [0]
 
 
 def test_what_is_appended_while_the_file_is_read_waits_for_the_next_time(tmp_path: Path) -> None:
