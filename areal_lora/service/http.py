@@ -31,32 +31,16 @@ SDK_FIX = "use an SDK version that the service page names"
 T = TypeVar("T")
 
 
-class Bodies:
-    """Bytes of bodies in progress of every tenant: from the start of their arrival until their request is answered."""
-
-    def __init__(self) -> None:
-        self._bytes: Counter[str] = Counter()
-
-    def start(self, tenant: str, n_bytes: int, quota: Quota) -> None:
-        """Count until `end`. Raises RequestError (429) above ``quota.queued_mib``, but for the only one."""
-        if self._bytes[tenant] and self._bytes[tenant] + n_bytes > quota.queued_mib << 20:
-            reason = f"{quota.queued_mib} MiB of bodies in progress are the quota"
-            raise RequestError("body", reason, "wait for requests in progress", status=429, retry_s=1)
-        self._bytes[tenant] += n_bytes
-
-    def end(self, tenant: str, n_bytes: int) -> None:
-        self._bytes[tenant] -= n_bytes
-        if not self._bytes[tenant]:
-            del self._bytes[tenant]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The owner of a key, its limits, and what its request holds until it is answered."""
+    """The owner of a key, its limits, and what its request holds until it is answered.
+
+    ``bodies`` are the bytes of bodies in progress of every tenant, from the start of their arrival on.
+    """
 
     key: Key
     quota: Quota
-    bodies: Bodies
+    bodies: Counter[str]
     held: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -74,7 +58,7 @@ Guard = Callable[[str, str, Handler], Route]
 
 def guard(tables: Callable[[], Tables], count: Callable[[str, Quota], None]) -> Guard:
     """Routes that find the caller and ``count`` its request, which may refuse it."""
-    bodies = Bodies()
+    bodies = Counter[str]()
 
     def guarded(method: str, path: str, handler: Handler) -> Route:
         async def handle(request: Request) -> Answered:
@@ -114,7 +98,7 @@ def refusal(refused: RequestError) -> Response:
     return Response(body, refused.status, headers, media_type="application/json")
 
 
-def caller_of(request: Request, tables: Tables, bodies: Bodies) -> Caller:
+def caller_of(request: Request, tables: Tables, bodies: Counter[str]) -> Caller:
     """Raises RequestError (401) for a key that is none. The tinker SDK sends its key as ``X-API-Key``."""
     kind, _, bearer = request.headers.get("authorization", "").partition(" ")
     text = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -141,8 +125,12 @@ async def body_of(request: Request, caller: Caller, *, long: bool = False, kept:
     if not announced.isdecimal() or len(announced) > 15 or int(announced) > limit:
         raise too_long
     if kept and (n_bytes := limit if "transfer-encoding" in request.headers else int(announced)):
-        caller.bodies.start(caller.tenant, n_bytes, caller.quota)
-        caller.held.callback(caller.bodies.end, caller.tenant, n_bytes)
+        others, most_mib = caller.bodies[caller.tenant], caller.quota.queued_mib
+        if others and others + n_bytes > most_mib << 20:  # the only one may always come
+            reason = f"{most_mib} MiB of bodies in progress are the quota"
+            raise RequestError("body", reason, "wait for requests in progress", status=429, retry_s=1)
+        caller.bodies[caller.tenant] += n_bytes
+        caller.held.callback(caller.bodies.subtract, {caller.tenant: n_bytes})
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
