@@ -268,33 +268,19 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     A group is a run. Its tree saves its least common start times all but one of its sequences; the groups save as much
     as possible together. Starts below `WORTHWHILE` tokens are none.
     """
-    shared = np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()
-    n = len(shared)
-    saved, first = np.zeros(n + 1, np.int64), np.arange(n)
-    stack = list[list[int]]()
-    """Groups from i on, as i, by what is least in them so far, which rises. The first saves most of them; later ones
-    may once the least falls: that favours short groups."""
-    least, gains = np.zeros((2, n + 1), np.int64)  # of each in ``stack``, and what the first saves less i * least
-    for last, start in enumerate(shared):
-        saved[last + 1], found = saved[last], [last - 1]
-        while stack and least[len(stack) - 1] > start:
-            found = stack.pop() + found
+    n = len(shared_starts)
+    saved, first, begin = np.zeros(n + 1, np.int64), np.arange(n), 0  # begin: of the starts above 0 up to here
+    least = np.zeros(n, np.int64)  # of a group from each sequence up to here
+    for last, start in enumerate(np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()):
+        saved[last + 1] = saved[last]
         if not start or not last:
-            stack.clear()
+            begin = last
             continue
-        each = saved[found] - start * np.array(found)
-        found, gain = found[len(each) - 1 - each[::-1].argmax() :], each.max()
-        if stack and least[len(stack) - 1] == start:
-            if gains[len(stack) - 1] > gain:
-                stack[-1] += found
-            else:
-                stack[-1], gains[len(stack) - 1] = found, gain
-        else:
-            least[len(stack)], gains[len(stack)] = start, gain
-            stack.append(found)
-        totals = (gains[: len(stack)] + least[: len(stack)] * last)[::-1]
-        if totals.max() > saved[last]:  # else the shortest of those that save as much
-            saved[last + 1], first[last] = totals.max(), stack[-1 - totals.argmax()][0]
+        least[last - 1] = start
+        np.minimum(least[begin:last], start, out=least[begin:last])
+        totals = saved[begin:last] + least[begin:last] * np.arange(last - begin, 0, -1)
+        if totals.max() > saved[last]:  # else it is alone; of groups that save as much the shortest
+            saved[last + 1], first[last] = totals.max(), last - 1 - totals[::-1].argmax()
     starts, end = np.zeros(n, np.int64), n
     while end:
         end = first[end - 1]
