@@ -12,7 +12,6 @@ number of micro-batches of the same sizes, as the collectives inside a layer req
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -35,8 +34,6 @@ PER_SEQUENCE = (
 # fmt: on
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
-CHECKED = 1 << 16
-"""Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
 WORTHWHILE = 16  # tokens: a common start costs every layer a pass of attention
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
@@ -98,11 +95,9 @@ def _routes(packed: PackedGroups) -> Tensor | None:
     shape, flat = packed.shape, packed.routes
     if shape is None or flat is None:
         return None
-    if shape.dtype == "<u1":  # 255 + 1 is 0: half the time of a comparison and a masked store
-        experts = (flat.view("<u1") + np.uint8(1)).astype(np.int16)
-        experts -= 1
-    else:
-        experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
+    experts = flat.view(shape.dtype).astype(np.int16)  # of two bytes 65535 becomes -1
+    if shape.dtype == "<u1":
+        experts[experts == 255] = -1
     return torch.from_numpy(experts.reshape(-1, shape.layers, shape.per_token))
 
 
@@ -115,16 +110,13 @@ def contradiction(batch: TrainBatch) -> str:
     first = mask[batch.cu_seqlens[:-1].numpy()]
     if batch.held is not None:
         mask = part_of(mask, batch.cu_seqlens.diff().tolist(), batch.held.numpy())
-    wrong = Counter({"tokens 0 of their sequences are trained on": int(np.count_nonzero(first))})
-    for at in range(0, len(mask), CHECKED):
-        own, version, logprob = (x[at : at + CHECKED] for x in (mask, versions, logprobs))
-        for what, tokens in (
-            ("tokens have a version or are trained on, but not both", (version >= 0) != own),
-            ("tokens that are not trained on have a log-probability", (logprob != 0) > own),
-            ("trained tokens have a log-probability that is not finite", np.isfinite(logprob) < own),
-        ):
-            wrong[what] += int(np.count_nonzero(tokens))
-    found = [f"{count} {what}" for what, count in wrong.items() if count]
+    wrong = {
+        "tokens 0 of their sequences are trained on": first,
+        "tokens have a version or are trained on, but not both": (versions >= 0) != mask,
+        "tokens that are not trained on have a log-probability": (logprobs != 0) > mask,
+        "trained tokens have a log-probability that is not finite": np.isfinite(logprobs) < mask,
+    }
+    found = [f"{np.count_nonzero(tokens)} {what}" for what, tokens in wrong.items() if tokens.any()]
     return f"of {len(mask)} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
 
 
