@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -277,6 +277,7 @@ def raise_session(run_folder: RunFolder) -> int:
     return last + 1
 
 
+Record = TypeVar("Record", bound=msgspec.Struct)
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 log = get_logger(__name__)
@@ -348,15 +349,20 @@ class DesiredWatch:
         return self.newest
 
 
+def read_record(path: Path, kind: type[Record], what: str = "record", fix: str = "remove it") -> Record | None:
+    """The JSON record in ``path``; None without the file. Raises ConfigError for a file that is no such ``what``."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"it is no {what}: {error}", fix) from None
+
+
 def read_desired(run_folder: RunFolder) -> DesiredAdapters:
     """The desired state of the run; an empty one where there is none. Raises ConfigError for a file that is none."""
-    path = run_folder.desired
-    try:
-        desired = msgspec.json.decode(path.read_bytes(), type=DesiredAdapters)
-    except FileNotFoundError:
-        return DesiredAdapters()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"it is no desired state: {error}", "write it with write_desired") from None
+    path, fix = run_folder.desired, "write it with write_desired"
+    desired = read_record(path, DesiredAdapters, "desired state", fix) or DesiredAdapters()
     if fault := next(_faults(desired), None):
         raise ConfigError(str(path), fault, "correct it with write_desired")
     return desired
