@@ -11,7 +11,7 @@ from typing import get_args
 
 from areal_lora.config import support
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, of_each_adapter, warning
 from areal_lora.config.sections.run import Role
 from areal_lora.config.sections.task import WorkerWorkflowConfig
@@ -64,22 +64,18 @@ def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Findin
     yield from _tensor_parallel("trainer.tp", t.tp, shape)
     yield from _divides("trainer.tp", t.tp, shape.head_dim * (shape.heads + 2 * shape.kv_heads), "rows of linear_qkv")
     yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
-    yield from _stages(t, shape)
-    if shape.experts:
-        yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
-        yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
-    elif t.ep > 1 or t.etp > 1:
-        key = "trainer.ep" if t.ep > 1 else "trainer.etp"
-        yield Finding(key, "the model is dense: it has no experts to divide", "set it to 1")
-
-
-def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
     if t.pp > shape.layers:
         reason = f"{t.pp} stages are more than the model's {shape.layers} layers"
         yield Finding("trainer.pp", reason, f"use at most {shape.layers}")
     elif t.pp_layers is not None and (not t.chunks or sum(t.pp_layers) != shape.layers):
         reason = f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers"
         yield Finding("trainer.pp_layers", reason, "write one number for each stage or virtual stage, or leave it out")
+    if shape.experts:
+        yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
+        yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
+    elif t.ep > 1 or t.etp > 1:
+        key = "trainer.ep" if t.ep > 1 else "trainer.etp"
+        yield Finding(key, "the model is dense: it has no experts to divide", "set it to 1")
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
