@@ -261,16 +261,16 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     as possible together. Starts below `WORTHWHILE` tokens are none.
     """
     n = len(shared_starts)
-    saved, first, begin = np.zeros(n + 1, np.int64), np.arange(n), 0  # begin: of the starts above 0 up to here
+    saved, first, since = np.zeros(n + 1, np.int64), np.arange(n), 0  # since: all starts up to here are above 0
     least = np.zeros(n, np.int64)  # of a group from each sequence up to here
     for last, start in enumerate(np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()):
         saved[last + 1] = saved[last]
         if not start or not last:
-            begin = last
+            since = last
             continue
         least[last - 1] = start
-        np.minimum(least[begin:last], start, out=least[begin:last])
-        totals = saved[begin:last] + least[begin:last] * np.arange(last - begin, 0, -1)
+        np.minimum(least[since:last], start, out=least[since:last])
+        totals = saved[since:last] + least[since:last] * np.arange(last - since, 0, -1)
         if totals.max() > saved[last]:  # else it is alone; of groups that save as much the shortest
             saved[last + 1], first[last] = totals.max(), last - 1 - totals[::-1].argmax()
     starts, end = np.zeros(n, np.int64), n

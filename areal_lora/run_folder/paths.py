@@ -19,7 +19,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -103,11 +103,10 @@ class RunFolder:
     @classmethod
     def current(cls, folder: "RunFolder | Path | str") -> "RunFolder":
         """The folder with its newest session, for commands and clients that are not part of the job."""
-        path = Path(folder)
-        try:
-            return cls(path, cls(path).session_name.read_text(encoding="ascii").strip())
-        except FileNotFoundError:
-            return cls(path, "")
+        path, session = Path(folder), ""
+        with suppress(FileNotFoundError):
+            session = cls(path).session_name.read_text(encoding="ascii").strip()
+        return cls(path, session)
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -337,15 +336,14 @@ class DesiredWatch:
         """The newest desired state; an empty one before the first."""
         try:
             now = os.stat(self._run_folder.desired)
-        except FileNotFoundError:
-            return self.newest
-        mark = (now.st_ino, now.st_mtime_ns, now.st_size)
-        if mark != self._seen:
-            self._seen = mark
-            try:
+            mark = (now.st_ino, now.st_mtime_ns, now.st_size)
+            if mark != self._seen:
+                self._seen = mark
                 self.newest = read_desired(self._run_folder)
-            except ConfigError as error:
-                log.error("the desired state is ignored: %s", error)
+        except FileNotFoundError:
+            pass  # there is none yet
+        except ConfigError as error:
+            log.error("the desired state is ignored: %s", error)
         return self.newest
 
 
@@ -378,8 +376,7 @@ def write_desired(run_folder: RunFolder, desired: DesiredAdapters) -> None:
     if fault := next(_faults(desired), None) or next(_broken_promises(before, desired), None):
         raise ConfigError(str(path), fault, "correct the desired state")
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n"
-    write_file(path, content, mode=0o600, durable=True)
+    write_file(path, msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n", mode=0o600, durable=True)
 
 
 def _faults(desired: DesiredAdapters) -> Iterator[str]:
