@@ -14,8 +14,8 @@ from rich.console import Console
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.findings import Severity
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.rules.findings import Severity, resolve_targets
+from areal_lora.config.rules.guardrails import check
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.launcher.run import start

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.rules.findings import resolve_targets
 from areal_lora.errors import RolloutError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.sites import pieces_of, sites_of, wire_names

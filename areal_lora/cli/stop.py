@@ -19,8 +19,8 @@ from areal_lora.launcher.slurm.job_query import cancel, look, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import holder
 from areal_lora.launcher.supervise import STOP_GRACE_S
-from areal_lora.launcher.watch import RestartProgress, RestartRequest, read_record
-from areal_lora.run_folder.paths import RunFolder, write_file
+from areal_lora.launcher.watch import RestartProgress, RestartRequest
+from areal_lora.run_folder.paths import RunFolder, read_record, write_file
 
 POLL_S, REMIND_S = 0.1, 2.0
 SLACK_S = 30.0

@@ -12,7 +12,6 @@ number of micro-batches of the same sizes, as the collectives inside a layer req
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -35,8 +34,6 @@ PER_SEQUENCE = (
 # fmt: on
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
 """Tensors [N] and [H] of a batch; all others but ``cu_seqlens`` are [T]."""
-CHECKED = 1 << 16
-"""Tokens that `contradiction` looks at together: what it makes of them stays in a processor's cache."""
 WORTHWHILE = 16  # tokens: a common start costs every layer a pass of attention
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
@@ -98,11 +95,9 @@ def _routes(packed: PackedGroups) -> Tensor | None:
     shape, flat = packed.shape, packed.routes
     if shape is None or flat is None:
         return None
-    if shape.dtype == "<u1":  # 255 + 1 is 0: half the time of a comparison and a masked store
-        experts = (flat.view("<u1") + np.uint8(1)).astype(np.int16)
-        experts -= 1
-    else:
-        experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
+    experts = flat.view(shape.dtype).astype(np.int16)  # of two bytes 65535 becomes -1
+    if shape.dtype == "<u1":
+        experts[experts == 255] = -1
     return torch.from_numpy(experts.reshape(-1, shape.layers, shape.per_token))
 
 
@@ -115,16 +110,13 @@ def contradiction(batch: TrainBatch) -> str:
     first = mask[batch.cu_seqlens[:-1].numpy()]
     if batch.held is not None:
         mask = part_of(mask, batch.cu_seqlens.diff().tolist(), batch.held.numpy())
-    wrong = Counter({"tokens 0 of their sequences are trained on": int(np.count_nonzero(first))})
-    for at in range(0, len(mask), CHECKED):
-        own, version, logprob = (x[at : at + CHECKED] for x in (mask, versions, logprobs))
-        for what, tokens in (
-            ("tokens have a version or are trained on, but not both", (version >= 0) != own),
-            ("tokens that are not trained on have a log-probability", (logprob != 0) > own),
-            ("trained tokens have a log-probability that is not finite", np.isfinite(logprob) < own),
-        ):
-            wrong[what] += int(np.count_nonzero(tokens))
-    found = [f"{count} {what}" for what, count in wrong.items() if count]
+    wrong = {
+        "tokens 0 of their sequences are trained on": first,
+        "tokens have a version or are trained on, but not both": (versions >= 0) != mask,
+        "tokens that are not trained on have a log-probability": (logprobs != 0) > mask,
+        "trained tokens have a log-probability that is not finite": np.isfinite(logprobs) < mask,
+    }
+    found = [f"{np.count_nonzero(tokens)} {what}" for what, tokens in wrong.items() if tokens.any()]
     return f"of {len(mask)} tokens {'; '.join(found)}: per-token arrays are shifted" if found else ""
 
 
@@ -268,33 +260,19 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     A group is a run. Its tree saves its least common start times all but one of its sequences; the groups save as much
     as possible together. Starts below `WORTHWHILE` tokens are none.
     """
-    shared = np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()
-    n = len(shared)
-    saved, first = np.zeros(n + 1, np.int64), np.arange(n)
-    stack = list[list[int]]()
-    """Groups from i on, as i, by what is least in them so far, which rises. The first saves most of them; later ones
-    may once the least falls: that favours short groups."""
-    least, gains = np.zeros((2, n + 1), np.int64)  # of each in ``stack``, and what the first saves less i * least
-    for last, start in enumerate(shared):
-        saved[last + 1], found = saved[last], [last - 1]
-        while stack and least[len(stack) - 1] > start:
-            found = stack.pop() + found
+    n = len(shared_starts)
+    saved, first, since = np.zeros(n + 1, np.int64), np.arange(n), 0  # since: all starts up to here are above 0
+    least = np.zeros(n, np.int64)  # of a group from each sequence up to here
+    for last, start in enumerate(np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()):
+        saved[last + 1] = saved[last]
         if not start or not last:
-            stack.clear()
+            since = last
             continue
-        each = saved[found] - start * np.array(found)
-        found, gain = found[len(each) - 1 - each[::-1].argmax() :], each.max()
-        if stack and least[len(stack) - 1] == start:
-            if gains[len(stack) - 1] > gain:
-                stack[-1] += found
-            else:
-                stack[-1], gains[len(stack) - 1] = found, gain
-        else:
-            least[len(stack)], gains[len(stack)] = start, gain
-            stack.append(found)
-        totals = (gains[: len(stack)] + least[: len(stack)] * last)[::-1]
-        if totals.max() > saved[last]:  # else the shortest of those that save as much
-            saved[last + 1], first[last] = totals.max(), stack[-1 - totals.argmax()][0]
+        least[last - 1] = start
+        np.minimum(least[since:last], start, out=least[since:last])
+        totals = saved[since:last] + least[since:last] * np.arange(last - since, 0, -1)
+        if totals.max() > saved[last]:  # else it is alone; of groups that save as much the shortest
+            saved[last + 1], first[last] = totals.max(), last - 1 - totals[::-1].argmax()
     starts, end = np.zeros(n, np.int64), n
     while end:
         end = first[end - 1]

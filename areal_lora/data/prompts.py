@@ -14,13 +14,13 @@ until they fall inside. The domain is less than 4 n, so that takes fewer than fo
 """
 
 import glob
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from areal_lora.config.sections.task import PromptFormat
@@ -61,18 +61,6 @@ def load_tokenizer(folder: str) -> TextTokenizer:
     return tokenizer
 
 
-class _Part(msgspec.Struct):
-    type: str = ""
-
-
-class _TokenizerFile(msgspec.Struct):
-    decoder: _Part | None = None
-
-
-class _TokenizerConfig(msgspec.Struct):
-    tokenizer_class: str | None = None
-
-
 def keep_byte_level(folder: str) -> None:
     """Have transformers, and vLLM with it, take a byte-level tokenizer.json as it is, in this process and its forks.
 
@@ -82,11 +70,10 @@ def keep_byte_level(folder: str) -> None:
     config, file = Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")
     if not config.is_file() or not file.is_file():
         return
-    declared = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).tokenizer_class
+    declared = json.loads(config.read_bytes()).get("tokenizer_class")
     if declared not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
-    decoder = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
-    if decoder is not None and decoder.type == "ByteLevel":
+    if (json.loads(file.read_bytes()).get("decoder") or {}).get("type") == "ByteLevel":
         from transformers.models.auto.tokenization_auto import MODEL_IDS_TO_TOKENIZERS_BACKEND
 
         MODEL_IDS_TO_TOKENIZERS_BACKEND.append(glob.escape(folder.lower()))  # patterns of lower-case names

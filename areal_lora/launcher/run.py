@@ -25,8 +25,8 @@ from areal_lora.checkpoint.recover import check_present
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.recorded import cached_snapshot, ends_of, missing_files, more_steps, wanted
-from areal_lora.config.rules.findings import Finding, Severity
-from areal_lora.config.rules.guardrails import check_start, resolve_targets
+from areal_lora.config.rules.findings import Finding, Severity, resolve_targets
+from areal_lora.config.rules.guardrails import check_start
 from areal_lora.errors import NON_RETRYABLE, ArealLoraError, ConfigError, ConfigErrors, EnvironmentError_, ExitCode
 from areal_lora.families.registry import is_hub_name
 from areal_lora.launcher.plan import JobPlan, make_plan

@@ -247,12 +247,7 @@ def desired(sweep: Sweep) -> state.DesiredAdapters:
 
 def read_sweep(folder: RunFolder) -> Sweep | None:
     """The sweep of the run; None where it has none. Raises ConfigError for a file that is none."""
-    try:
-        return msgspec.json.decode(folder.sweep.read_bytes(), type=Sweep)
-    except FileNotFoundError:
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(folder.sweep), f"it is no sweep: {error}", "restore it, or use --fresh") from None
+    return state.read_record(folder.sweep, Sweep, "sweep", "restore it, or use --fresh")
 
 
 def write_sweep(folder: RunFolder, sweep: Sweep) -> None:

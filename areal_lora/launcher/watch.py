@@ -15,8 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 from rich.console import Console
@@ -30,7 +29,7 @@ from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVe
 from areal_lora.launcher.sweep import Halving
 from areal_lora.obs.console import LiveConsole, print_line
 from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, note_event, now_utc
-from areal_lora.run_folder.paths import RunFolder, write_file
+from areal_lora.run_folder.paths import RunFolder, read_record, write_file
 from areal_lora.run_folder.rendezvous import forget_endpoint, published_files, read_endpoint
 from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, forget_beats, last_beats, read_statuses
 
@@ -206,7 +205,6 @@ def print_failure(failure: ProcessExit, console: Console) -> None:
         print_line(console, f"  {line}")
 
 
-Record = TypeVar("Record", bound=msgspec.Struct)
 ONE_BY_ONE, PART = 8, 8
 BACK_S = 300.0
 """A server that neither loads its model nor serves for so long is not waited for."""
@@ -350,13 +348,3 @@ class RollingRestart:
         abandoned = [name for name in progress.now if self._folder.excluded(name).exists()]
         joins = {name: self._view.view.joins[name] + self._view.view.resumes for name in published}
         return ServersSeen(published=published, joins=joins, loading=self._loading.names(), abandoned=abandoned)
-
-
-def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """What is in ``path``; None without the file. Raises ConfigError for a file of other content."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise ConfigError(str(path), str(error), "remove it") from None

@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -153,9 +153,8 @@ def now_utc() -> str:
 
 def write_event(run_folder: RunFolder, event: Event) -> None:
     """Append one event; it is in the file when this returns."""
-    sink = JsonlSink(run_folder.events)
-    sink.write(msgspec.json.encode(event))
-    sink.close()
+    with closing(JsonlSink(run_folder.events)) as sink:
+        sink.write(msgspec.json.encode(event))
 
 
 def note_event(run_folder: RunFolder, event: Event) -> None:

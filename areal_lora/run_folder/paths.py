@@ -19,12 +19,12 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -103,11 +103,10 @@ class RunFolder:
     @classmethod
     def current(cls, folder: "RunFolder | Path | str") -> "RunFolder":
         """The folder with its newest session, for commands and clients that are not part of the job."""
-        path = Path(folder)
-        try:
-            return cls(path, cls(path).session_name.read_text(encoding="ascii").strip())
-        except FileNotFoundError:
-            return cls(path, "")
+        path, session = Path(folder), ""
+        with suppress(FileNotFoundError):
+            session = cls(path).session_name.read_text(encoding="ascii").strip()
+        return cls(path, session)
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -277,6 +276,7 @@ def raise_session(run_folder: RunFolder) -> int:
     return last + 1
 
 
+Record = TypeVar("Record", bound=msgspec.Struct)
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 log = get_logger(__name__)
@@ -336,27 +336,31 @@ class DesiredWatch:
         """The newest desired state; an empty one before the first."""
         try:
             now = os.stat(self._run_folder.desired)
-        except FileNotFoundError:
-            return self.newest
-        mark = (now.st_ino, now.st_mtime_ns, now.st_size)
-        if mark != self._seen:
-            self._seen = mark
-            try:
+            mark = (now.st_ino, now.st_mtime_ns, now.st_size)
+            if mark != self._seen:
+                self._seen = mark
                 self.newest = read_desired(self._run_folder)
-            except ConfigError as error:
-                log.error("the desired state is ignored: %s", error)
+        except FileNotFoundError:
+            pass  # there is none yet
+        except ConfigError as error:
+            log.error("the desired state is ignored: %s", error)
         return self.newest
+
+
+def read_record(path: Path, kind: type[Record], what: str = "record", fix: str = "remove it") -> Record | None:
+    """The JSON record in ``path``; None without the file. Raises ConfigError for a file that is no such ``what``."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"it is no {what}: {error}", fix) from None
 
 
 def read_desired(run_folder: RunFolder) -> DesiredAdapters:
     """The desired state of the run; an empty one where there is none. Raises ConfigError for a file that is none."""
-    path = run_folder.desired
-    try:
-        desired = msgspec.json.decode(path.read_bytes(), type=DesiredAdapters)
-    except FileNotFoundError:
-        return DesiredAdapters()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"it is no desired state: {error}", "write it with write_desired") from None
+    path, fix = run_folder.desired, "write it with write_desired"
+    desired = read_record(path, DesiredAdapters, "desired state", fix) or DesiredAdapters()
     if fault := next(_faults(desired), None):
         raise ConfigError(str(path), fault, "correct it with write_desired")
     return desired
@@ -372,8 +376,7 @@ def write_desired(run_folder: RunFolder, desired: DesiredAdapters) -> None:
     if fault := next(_faults(desired), None) or next(_broken_promises(before, desired), None):
         raise ConfigError(str(path), fault, "correct the desired state")
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n"
-    write_file(path, content, mode=0o600, durable=True)
+    write_file(path, msgspec.json.format(msgspec.json.encode(desired), indent=1) + b"\n", mode=0o600, durable=True)
 
 
 def _faults(desired: DesiredAdapters) -> Iterator[str]:

@@ -12,7 +12,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -182,10 +181,9 @@ def claim_indices(run_folder: RunFolder, n: int, first: int) -> list[int]:
     return claimed
 
 
-def create_secret(run_folder: RunFolder) -> Path:
-    """Write a fresh run secret, mode 0600, which locks out processes of a previous start; returns the file."""
+def create_secret(run_folder: RunFolder) -> None:
+    """Write a fresh run secret, mode 0600, which locks out processes of a previous start."""
     write_file(run_folder.secret, secrets.token_hex(32), mode=0o600)
-    return run_folder.secret
 
 
 def read_secret(run_folder: RunFolder) -> str:

@@ -13,8 +13,8 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import alone, own_path
 from areal_lora.config.rules.adapter_rules import unserved
-from areal_lora.config.rules.findings import Severity
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.rules.findings import Severity, resolve_targets
+from areal_lora.config.rules.guardrails import check
 from areal_lora.config.sections import task as sections
 from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests

@@ -98,7 +98,7 @@ def extract_answer(text: str) -> Fraction | None:
         return None if content is None else parse_number(content)
     stated = _last(_ANSWER_IS.finditer(text))
     if stated is not None:
-        return parse_number(_first_line(text[stated.end() :]))
+        return parse_number(text[stated.end() :].lstrip(" ").partition("\n")[0])
     token = _last(_TOKEN.finditer(text))
     return None if token is None else _value(token)
 
@@ -268,10 +268,6 @@ def _normalize(text: str) -> str:
     for latex, plain in _LATEX.items():
         text = text.replace(latex, plain)
     return text
-
-
-def _first_line(text: str) -> str:
-    return text.lstrip(" ").partition("\n")[0]
 
 
 def _without_thoughts(text: str) -> str:

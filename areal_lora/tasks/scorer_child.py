@@ -163,10 +163,11 @@ class Judge:
 
     @contextlib.contextmanager
     def _limited(self, answers: int) -> Iterator[None]:
-        """Allow the time of so many answers."""
+        """Allow the time of so many answers, with CPU time beyond the timer's."""
+        patience_s = self.setup.patience_s(answers, self.call.style)
         renew_process_limit(self.setup)
-        renew_cpu_limit(_margin(answers * self.setup.timeout_s) if self.setup.cpu_s is None else self.setup.cpu_s)
-        self.deadline.start(answers * self.setup.timeout_s)
+        renew_cpu_limit(2 * patience_s + 2 if self.setup.cpu_s is None else self.setup.cpu_s)
+        self.deadline.start(patience_s + (ASYNC_LATE_S if self.call.style is Style.ASYNC else 0.0))
         try:
             yield
         finally:
@@ -174,20 +175,14 @@ class Judge:
 
     async def _concurrently(self, items: Sequence[ScoreItem]) -> list[Any]:
         """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
-        limit_s = self.setup.timeout_s
-        renew_process_limit(self.setup)
-        patience_s = self.setup.patience_s(len(items), Style.ASYNC)
-        renew_cpu_limit(_margin(patience_s))
-        self.deadline.start(patience_s + ASYNC_LATE_S)
         slots = asyncio.Semaphore(self.setup.slots or len(items))
 
         async def one(item: ScoreItem) -> Any:
-            async with slots, asyncio.timeout(limit_s):
+            async with slots, asyncio.timeout(self.setup.timeout_s):
                 return await self.call.one(item)
 
-        values = await asyncio.gather(*map(one, items), return_exceptions=True)
-        self.deadline.stop()
-        return values
+        with self._limited(len(items)):
+            return await asyncio.gather(*map(one, items), return_exceptions=True)
 
     def _verdict(self, index: int, value: Any, before: set[int]) -> ScoreResult:
         """Of what the reward returned, or the exception that it raised; ``before``: the threads that it may leave."""
@@ -255,11 +250,6 @@ def renew_process_limit(setup: Setup) -> None:
     """Limit what user code may start, from what runs now; a program of an answer has a limit of its own."""
     if setup.processes.several and setup.kind != "code":
         limit_processes(count_threads(), for_good=False)
-
-
-def _margin(timeout_s: float) -> float:
-    """CPU time with which the timer of `Deadline` ends first."""
-    return 2 * timeout_s + 2
 
 
 def renew_cpu_limit(more_s: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
+from areal_lora.config.rules.findings import Finding, of_each_adapter, warning
 from areal_lora.config.sections.task import DatasetTask, WordProblemsTask
 from areal_lora.config.sizing.slots import has_tenants, served_targets
 from areal_lora.errors import AdapterError, ConfigError
@@ -51,7 +51,7 @@ def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     if has_tenants(config) and config.cluster.kind != "local":
         reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
         yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")
-    if (shape := shape_of(facts)) is not None:
+    if (shape := facts.shape) is not None:
         try:
             targets.resolve(config.service.target_modules, [], shape)
         except ConfigError as error:
@@ -60,7 +60,7 @@ def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
 
 @of_each_adapter
 def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
-    if (shape := shape_of(facts)) is None or facts.hf_config is None:
+    if (shape := facts.shape) is None or facts.hf_config is None:
         return
     needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
     unmerged = config.rollout.adapter_mode == "unmerged"
@@ -104,7 +104,7 @@ def rates_suit_lora(config: Config, facts: Facts, adapter: AdapterConfig) -> Ite
 
 def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:
     """Modules of a joining adapter for which servers have no room, since these are fixed when the servers start."""
-    if (shape := shape_of(facts)) is None:
+    if (shape := facts.shape) is None:
         return None
     has = targets.modules(served_targets(config), [], shape)
     lacks = sorted(targets.modules(adapter.target_modules, adapter.exclude_modules, shape).keys() - has.keys())
@@ -115,7 +115,7 @@ def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | 
 
 
 def router_replay(config: Config, facts: Facts) -> Iterator[Finding]:
-    key, shape, chosen = "behaviour.router_replay", shape_of(facts), config.behaviour.router_replay
+    key, shape, chosen = "behaviour.router_replay", facts.shape, config.behaviour.router_replay
     if chosen == "off":
         return
     if shape is not None and not shape.experts:
@@ -257,7 +257,7 @@ def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
     """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""
     if adapter.init_from is None:
         return
-    folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
+    folder, shape = facts.peft_folders.get(adapter.init_from), facts.shape
     if isinstance(folder, AdapterError):
         yield Finding("init_from", " ".join(str(folder).split()), "give the folder of a PEFT LoRA adapter")
         return

@@ -8,7 +8,6 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
-from areal_lora.families.shape import ModelShape
 
 
 class Severity(StrEnum):
@@ -51,16 +50,13 @@ def of_each_adapter(rule: Callable[[Config, Facts, AdapterConfig], Iterator[Find
     return of_all
 
 
-def shape_of(facts: Facts) -> ModelShape | None:
-    """Sizes of the model; None where the model rule has already complained."""
-    return facts.shape
-
-
-def canonical(config: Config, shape: ModelShape) -> Config:
+def resolve_targets(config: Config, facts: Facts) -> Config:
     """``config`` with canonical ``target_modules`` and nothing left to exclude.
 
-    Raises ConfigError for targets that the model does not have.
+    Raises ConfigError for targets that the model does not have, and where its sizes are unknown.
     """
+    if (shape := facts.shape) is None:
+        raise ConfigError("model.path", "its sizes are unknown", "give a Hugging Face model folder")
     adapters = []
     for adapter in config.adapters:
         found = list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape))

@@ -6,8 +6,7 @@
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules import adapter_rules, algorithm_rules, layout_rules, memory_rules
-from areal_lora.config.rules.findings import Finding, Rule, Severity, canonical, shape_of
-from areal_lora.errors import ConfigError
+from areal_lora.config.rules.findings import Finding, Rule, Severity
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -38,11 +37,3 @@ def check(config: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tupl
         for finding in rule(config, facts):
             findings.setdefault((finding.path, finding.severity, finding.subject), finding)
     return tuple(sorted(findings.values(), key=lambda finding: finding.severity))
-
-
-def resolve_targets(config: Config, facts: Facts) -> Config:
-    """``config`` with canonical ``target_modules`` and nothing left to exclude. It must have passed `check`."""
-    shape = shape_of(facts)
-    if shape is None:
-        raise ConfigError("model.path", "its sizes are unknown", "give a Hugging Face model folder")
-    return canonical(config, shape)

@@ -11,8 +11,8 @@ from typing import get_args
 
 from areal_lora.config import support
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
-from areal_lora.config.rules.findings import Finding, of_each_adapter, shape_of, warning
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.rules.findings import Finding, of_each_adapter, warning
 from areal_lora.config.sections.run import Role
 from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.config.sizing.slots import ALL_ROLES, OF_DEVICES, WITHOUT_DEVICES, pools_of, seats_of, shared_devices
@@ -47,7 +47,7 @@ def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    t, shape = config.trainer, shape_of(facts)
+    t, shape = config.trainer, facts.shape
     against_model = list(_trainer_against_model(config, shape)) if shape else []
     yield from against_model
     if against_model:
@@ -64,7 +64,12 @@ def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Findin
     yield from _tensor_parallel("trainer.tp", t.tp, shape)
     yield from _divides("trainer.tp", t.tp, shape.head_dim * (shape.heads + 2 * shape.kv_heads), "rows of linear_qkv")
     yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
-    yield from _stages(t, shape)
+    if t.pp > shape.layers:
+        reason = f"{t.pp} stages are more than the model's {shape.layers} layers"
+        yield Finding("trainer.pp", reason, f"use at most {shape.layers}")
+    elif t.pp_layers is not None and (not t.chunks or sum(t.pp_layers) != shape.layers):
+        reason = f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers"
+        yield Finding("trainer.pp_layers", reason, "write one number for each stage or virtual stage, or leave it out")
     if shape.experts:
         yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
         yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
@@ -73,22 +78,13 @@ def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Findin
         yield Finding(key, "the model is dense: it has no experts to divide", "set it to 1")
 
 
-def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
-    if t.pp > shape.layers:
-        reason = f"{t.pp} stages are more than the model's {shape.layers} layers"
-        yield Finding("trainer.pp", reason, f"use at most {shape.layers}")
-    elif t.pp_layers is not None and (not t.chunks or sum(t.pp_layers) != shape.layers):
-        reason = f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers"
-        yield Finding("trainer.pp_layers", reason, "write one number for each stage or virtual stage, or leave it out")
-
-
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     tp, per_node, least = config.rollout.tp, most_devices(config), config.cluster.min_servers
     merged_on_cpus = config.rollout.adapter_mode == "merged" and config.cluster.device == "cpu"
     if least > (servers := config.rollout.servers):
         reason = f"{least} servers are required and rollout.servers = {servers}"
         yield Finding("cluster.min_servers", reason, f"set it to at most {servers}, or raise rollout.servers")
-    shape = shape_of(facts)
+    shape = facts.shape
     if config.rollout.expert_parallel and shape is not None and not shape.experts:
         reason = "the model is dense: it has no experts to share out"
         yield Finding("rollout.expert_parallel", reason, "set it to false")
@@ -216,7 +212,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
             fix += f", or did you mean {close[0]}" if close else ""
         yield Finding("model.path", facts.model_problem, fix)
         return
-    if support.engines(facts.hf_config) and shape_of(facts) is None:
+    if support.engines(facts.hf_config) and facts.shape is None:
         known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
         reason = "the layers of a family without a row are read from its safetensors files, which are not here"
         reason = "config.json lacks sizes of the model" if known else reason
@@ -270,7 +266,7 @@ def answers_fit(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterato
 
 
 def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
-    t, longest, shape = config.trainer, config.rollout.max_model_len, shape_of(facts)
+    t, longest, shape = config.trainer, config.rollout.max_model_len, facts.shape
     if (held := t.max_tokens_per_microbatch * t.cp) < longest:
         reason = f"{held} tokens of {t.cp} context-parallel ranks" if t.cp > 1 else f"{held}"
         reason += f" cannot hold one sequence of rollout.max_model_len = {longest} tokens"
@@ -285,7 +281,7 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def combinations(config: Config, facts: Facts) -> Iterator[Finding]:
-    family, shape = str((facts.hf_config or {}).get("model_type")), shape_of(facts)
+    family, shape = str((facts.hf_config or {}).get("model_type")), facts.shape
     seen: set[tuple[str, str]] = set()
     of_adapters = [support.combination_of(config, adapter, family, shape) for adapter in config.adapters]
     for i, combination in enumerate(of_adapters or [support.combination_of_run(config, family, shape)]):

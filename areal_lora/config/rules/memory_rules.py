@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules.findings import Finding, Severity, canonical, shape_of, warning
+from areal_lora.config.rules.findings import Finding, Severity, resolve_targets, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sections.run import LINK_BITS
 from areal_lora.config.sizing import memory as sizing
@@ -29,11 +29,11 @@ EXACT |= {"adapter weights and gradients", "optimizer moments", sizing.PACKED}
 
 
 def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
-    shape = shape_of(facts)
+    shape = facts.shape
     if shape is None or list(trainer_layout(config, facts)):
         return
     try:
-        config = canonical(config, shape)
+        config = resolve_targets(config, facts)
         memory = sizing.job_memory(config, shape)
     except ConfigError:
         return  # other rules report it
@@ -53,7 +53,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 
 def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     """Files keep the type in which they were saved, so a file may be larger than the base in ``model.dtype``."""
-    shape, have = shape_of(facts), facts.shared_bytes
+    shape, have = facts.shape, facts.shared_bytes
     if not config.model.shared_memory or shape is None or have is None:
         return
     need = base_bytes(shape, config.model.dtype)
@@ -69,7 +69,7 @@ QUANTIZATION = "rollout.engine_args.quantization"
 
 def base_can_be_rounded(config: Config, facts: Facts) -> Iterator[Finding]:
     """vLLM quantises this base, and the trainer knows how."""
-    kind, shape = config.rollout.engine_args.get("quantization"), shape_of(facts)
+    kind, shape = config.rollout.engine_args.get("quantization"), facts.shape
     if kind is None or config.rollout.adapter_mode == "merged":
         return
     if config.model.dtype == "float32":

@@ -23,7 +23,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, server_cpus
 from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
 from areal_lora.launcher.slurm import job_query, request_stacks
-from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, gres, of_nodes, quoted, step_options, task_script
+from areal_lora.launcher.slurm.script import FIRST, STARTED, STEP, node_options, quoted, step_options, task_script
 from areal_lora.launcher.slurm.states import TaskRecords, causes
 from areal_lora.launcher.supervise import STOP_GRACE_S
 from areal_lora.launcher.watch import EARLY_END_S
@@ -241,21 +241,15 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
         fix = f"set cluster.slurm.wrapper.rollout, or submit `srun OPTIONS {here}` yourself"
         reason = "the job of added servers has no srun: they would start without this container"
         raise ConfigError("cluster.slurm.srun_extra.rollout", reason, fix)
-    devices = job.servers * rollout.tp
+    devices = 0 if cluster.device == "cpu" else job.servers * rollout.tp
     nodes = next((component for component in slurm.components if "rollout" in component.roles), None)
-    named = {
-        "mem": of_nodes(nodes, slurm, "mem"),
-        "time": job.time_limit or slurm.time_limit,
-        "partition": job.partition or of_nodes(nodes, slurm, "partition"),
-    }
     log = str(run_folder.log("servers-JOB")).replace("%", "%%").replace("servers-JOB", "servers-%j")
     options = [
         f"--job-name={config.run.name}-servers",
         "--nodes=1",
         "--ntasks=1",
         f"--cpus-per-task={job.servers * server_cpus(config)}",
-        *([] if cluster.device == "cpu" else [gres(config, of_nodes(nodes, slurm, "gres_type"), devices)]),
-        *(f"--{name}={quoted(value)}" for name, value in named.items() if value),
+        *node_options(config, nodes, devices, time=job.time_limit, partition=job.partition),
         f"--output={quoted(log)}",
         "--open-mode=append",
         "--no-requeue",

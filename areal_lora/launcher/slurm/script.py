@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.config.sections.run import SlurmComponent, SlurmConfig
+from areal_lora.config.sections.run import SlurmComponent
 from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, ROLES, SERVER, TRAINER, JobPlan, ProcessSpec
@@ -69,14 +69,23 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def gres(config: Config, kind: str | None, devices: int) -> str:
-    """The option for ``devices`` of a node; ``kind`` is Slurm's name of them, if the cluster has several."""
-    return f"--gres={':'.join([_GRES[config.cluster.device], *([kind] if kind else []), str(devices)])}"
+def node_options(config: Config, component: SlurmComponent | None, devices: int, **given: str) -> list[str]:
+    """What nodes with so many ``devices`` have to offer, and whose they are: as ``given``, else as configured.
+
+    The component's value counts, or that of the job where it is unset; empty: none.
+    """
+    values = config.cluster.slurm.model_dump() | (component.model_dump(exclude_none=True) if component else {})
+    words = (_GRES.get(config.cluster.device), values["gres_type"], str(devices))
+    named = {
+        "gres": ":".join(filter(None, words)) if devices else None,
+        "mem": values["mem"],
+        "time": given.get("time") or values["time_limit"],
+        "partition": given.get("partition") or values["partition"],
+    }
+    return [f"--{name}={quoted(value)}" for name, value in named.items() if value]
 
 
 def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmComponent | None) -> list[str]:
-    """What the nodes of one pool have to offer, and whose they are."""
-    slurm = config.cluster.slurm
     nodes = range(pool.first_node, pool.first_node + pool.nodes)
     here = [[spec for spec in plan.processes if spec.node == node] for node in nodes]
     options = [
@@ -84,22 +93,9 @@ def _of_the_nodes(config: Config, plan: JobPlan, pool: Pool, component: SlurmCom
         f"--ntasks-per-node={max(1, *(len(specs) for specs in here))}",
         f"--mincpus={max(1, *(sum(spec.cpus for spec in specs) for specs in here))}",
     ]
-    if pool.devices_per_node:
-        options.append(gres(config, of_nodes(component, slurm, "gres_type"), pool.devices_per_node))
-    named = {
-        "mem": of_nodes(component, slurm, "mem"),
-        "time": slurm.time_limit,
-        "partition": of_nodes(component, slurm, "partition"),
-    }
-    options += [f"--{name}={quoted(value)}" for name, value in named.items() if value]
+    options += node_options(config, component, pool.devices_per_node)
     # The job outlives a lost node, where enough servers remain.
     return options + (["--no-kill"] if plan.nodes > 1 else [])
-
-
-def of_nodes(component: SlurmComponent | None, slurm: SlurmConfig, key: str) -> str | None:
-    """The component's value of ``key``, that of the job where it is unset; empty: none."""
-    values = [section.model_dump()[key] for section in (component, slurm) if section is not None]
-    return next((str(value) for value in values if value is not None), None)
 
 
 SUPERVISOR = "areal_lora.launcher.slurm.job"

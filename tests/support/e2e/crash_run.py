@@ -19,7 +19,7 @@ from typing import Any
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.rules.findings import resolve_targets
 from areal_lora.config.sections.run import InFlight
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions

@@ -17,7 +17,7 @@ from aiohttp import web
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.rules.findings import resolve_targets
 from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint

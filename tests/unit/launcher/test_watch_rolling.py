@@ -20,11 +20,10 @@ from areal_lora.launcher.watch import (
     ServersSeen,
     Turns,
     away_at_once,
-    read_record,
 )
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.records import MembersRecord
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import RunFolder, read_record
 from areal_lora.run_folder.rendezvous import forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.paths import EXAMPLES
 

@@ -80,18 +80,20 @@ def test_waiting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_secret_is_private_random_and_anew_at_each_start(tmp_path: Path) -> None:
-    path = rendezvous.create_secret(RunFolder(tmp_path))
+    path = RunFolder(tmp_path).secret
+    rendezvous.create_secret(RunFolder(tmp_path))
     secret = rendezvous.read_secret(RunFolder(tmp_path))
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex(secret)) == 32
-    assert rendezvous.create_secret(RunFolder(tmp_path)) == path
+    rendezvous.create_secret(RunFolder(tmp_path))
     assert rendezvous.read_secret(RunFolder(tmp_path)) != secret
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    rendezvous.create_secret(RunFolder(tmp_path)).chmod(0o640)
+    rendezvous.create_secret(RunFolder(tmp_path))
+    RunFolder(tmp_path).secret.chmod(0o640)
     with pytest.raises(EnvironmentError_, match="readable by others"):
         rendezvous.read_secret(RunFolder(tmp_path))
     with pytest.raises(EnvironmentError_, match="no run secret"):

@@ -10,8 +10,8 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.findings import Severity
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.rules.findings import Severity, resolve_targets
+from areal_lora.config.rules.guardrails import check
 from areal_lora.config.sizing.slots import adapter_capacity, served_targets
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout

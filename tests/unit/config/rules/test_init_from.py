@@ -14,7 +14,8 @@ from areal_lora.checkpoint.adapter_io import load_peft, save_peft
 from areal_lora.checkpoint.merged_folder import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.rules.findings import resolve_targets
+from areal_lora.config.rules.guardrails import check
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import AdapterError

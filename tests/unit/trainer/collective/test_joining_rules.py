@@ -12,7 +12,7 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import joined
-from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.config.rules.findings import resolve_targets
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
