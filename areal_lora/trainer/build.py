@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
+from areal_lora.checkpoint.recover import recorded_evaluations
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
@@ -184,7 +186,11 @@ def _rank_0(
         rollouts=rollouts,
         machines=machines,
     )
-    kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
+    recorded = recorded_evaluations(run_folder) if restored else {}
+    kept = {name: ControllerState() for name in states}
+    for name, found in restored.items():
+        evaluations = {**found.controller.evaluations, **recorded.get(name, {})}
+        kept[name] = replace(found.controller, evaluations=evaluations)
     auditor = Auditor(
         read_secret(run_folder),
         ALIGNMENT_LIMITS[config.model.dtype],
