@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -160,10 +160,15 @@ class Watch:
             stacks = f"no file: {error}"
         waits = "; ".join(f"{process}: {text}" for process, text in read_statuses(self._folder).items())
         self._view.note(f"{which}; the stacks of all processes are in {stacks}; {waits}")
-        for spec, how in stuck:
+        for spec, _ in stuck:
             note_event(self._folder, StallEvent(at=now_utc(), process=spec.name, stacks=stacks))
-            members = self._processes.end(self._restarts.members(spec), why=how)
-            verdict = self._decide(next(e for e in members if e.spec == spec), now)
+        units = {restarts.unit_of(spec): (spec, how) for spec, how in reversed(stuck)}  # the first of each decides
+        members = [member for spec, _ in units.values() for member in self._restarts.members(spec)]
+        # All at once: on a node that does not answer this takes half a minute, in which no signal is seen.
+        ended = {e.spec.name: e for e in self._processes.end(members, why=which)}
+        for spec, how in reversed(units.values()):
+            e = ended[spec.name]
+            verdict = self._decide(replace(e, why=how) if e.why else e, now)
             if verdict.ends_run:
                 return verdict.ended
         return None

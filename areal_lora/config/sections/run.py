@@ -1,5 +1,7 @@
 """The sections of a run and of its processes: limits, model, checkpoints; trainer, rollout servers, publishes."""
 
+import shlex
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -270,6 +272,17 @@ class SlurmComponent(Section):
     extra: list[Line] = Field([], description="Further #SBATCH lines, without the prefix.")
 
 
+def guarded(setup: Sequence[str], then: str = f"exit {int(ExitCode.MISSING)}") -> list[str]:
+    """Shell lines of `SlurmConfig.setup`, of which one that fails is named, and followed by ``then``.
+
+    Commands of a file that a line sources may fail: bash runs the trap for these, too.
+    """
+    failed = "CODE=$?; if [ ${#BASH_SOURCE[@]} -le $DEPTH ]; then trap - ERR; echo"
+    failed += ' "error: cluster.slurm.setup: $BASH_COMMAND ended with code $CODE on $(hostname)'
+    failed += f' (fix: run the lines on such a node)"; {then}; fi'
+    return ["DEPTH=${#BASH_SOURCE[@]}", f"trap {shlex.quote(failed)} ERR", *setup, "trap - ERR"] if setup else []
+
+
 class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition.")
     time_limit: str = Field("24:00:00", pattern=TIME_LIMIT, description="sbatch --time.")
@@ -288,8 +301,7 @@ class SlurmConfig(Section):
 
     def prefix(self, role: Role, **env: str) -> list[str]:
         """Words before the interpreter of ``role``: lines of `setup`, printing to stderr, ``env``, `wrapper`."""
-        failed = f'echo "cluster.slurm.setup: $BASH_COMMAND ended with code $?"; exit {int(ExitCode.MISSING)}'
-        lines = [f"{{ trap '{failed}' ERR", *self.setup, "trap - ERR; } >&2 </dev/null", 'exec "$@"']
+        lines = ["{", *guarded(self.setup), "} >&2 </dev/null", 'exec "$@"']
         words = ["bash", "-c", "\n".join(lines), "bash"] if self.setup else []
         words += ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
         return [*words, *self.wrapper.get(role, [])]

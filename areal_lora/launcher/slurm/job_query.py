@@ -1,5 +1,6 @@
 """Query Slurm about a job: ``scontrol``, and where it has forgotten the job ``sacct``. Nothing else queries jobs."""
 
+import os
 import re
 import subprocess
 import time
@@ -91,12 +92,16 @@ def parse_sacct(text: str, job: str) -> Iterator[JobRecord]:
 
 
 def query(
-    program: str, *arguments: str, answer_s: float | None = ANSWER_S, stdin: str | None = None
+    program: str,
+    *arguments: str,
+    answer_s: float | None = ANSWER_S,
+    stdin: str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
     """Output of a Slurm command, and why there is none."""
     command = [program, *arguments]
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=answer_s)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=answer_s, env=env)
     except FileNotFoundError:
         return "", f"{program} is not on this machine"
     except subprocess.TimeoutExpired:
@@ -114,6 +119,7 @@ def cancel(job: str, *, now: bool = False) -> None:
 
 
 COMMAND_S = 60.0
+_OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
 _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
 _MARKS = "*~#!%$@^-"  # behind a state: Slurm 20.11 and older write DOWN* for a node that does not answer
 
@@ -127,8 +133,13 @@ def run(program: str, *arguments: str, fix: str = "see to it that it works on th
 
 
 def submit(script: str, *options: str) -> str:
-    """Give ``script`` to sbatch. Returns the job's id; raises EnvironmentError_."""
-    output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script)
+    """Give ``script`` to sbatch. Returns the job's id; raises EnvironmentError_.
+
+    Without the options of an allocation that it is called in, which srun would take for the job's.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+    own = {n: v for n, v in os.environ.items() if n in _OF_CLUSTER or not (inside and n.startswith("SLURM_"))}
+    output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script, env=own)
     if problem:
         raise EnvironmentError_(f"sbatch refused the job: {problem} (fix: see cluster.slurm)")
     return output.strip().partition(";")[0]

@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 
 from areal_lora.config.models import Config
+from areal_lora.config.sections.run import guarded
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, server_cpus
 from areal_lora.launcher.restarts import ProcessExit, note_restart, unit_of
@@ -42,6 +44,7 @@ _OF_THE_JOB = (
     "SRUN_CPUS_PER_TASK",
     "SLURM_DISTRIBUTION",
     "SLURM_HOSTFILE",
+    "SLURM_EXPORT_ENV",  # NONE, where sbatch was to export nothing to the script: tasks need the script's own variables
 )
 
 
@@ -180,12 +183,10 @@ class SlurmSteps(contextlib.AbstractContextManager["SlurmSteps"]):
     def _kill(self, steps: Sequence[_Step]) -> None:
         self._signal("KILL", steps)
         _wait(steps, KILL_S if steps else 0.0)
-        for step in steps:
-            # It waits for a node that does not answer, or has not started.
-            for end in (step.srun.terminate, step.srun.kill):
-                if step.srun.poll() is None:
-                    end()
-                    _wait([step], SRUN_S)
+        for signal in (SIGTERM, SIGKILL):  # to those that wait for a node that does not answer, or has not started
+            for step in steps:
+                step.srun.send_signal(signal)
+            _wait(steps, SRUN_S)
 
 
 def _environment() -> dict[str, str]:
@@ -259,9 +260,9 @@ def spare_script(config: Config, run_folder: RunFolder, job: SpareJob) -> str:
     ]
     command = [sys.executable, "-m", "areal_lora", "add-servers", str(run_folder), "--here"]
     command += ["--servers", str(job.servers), "--grace-s", f"{job.grace_s:g}"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "set -u"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     lines.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 69")
     # The address towards the run's nodes, not only towards this job's own.
     lines.append(f'export {NODES_VARIABLE}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")"')
-    lines += [*slurm.setup, "# One process supervises the servers. Slurm's signals reach it first."]
+    lines += [*guarded(slurm.setup), "# One process supervises the servers. Slurm's signals reach it first."]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.config.sections.run import SlurmComponent
+from areal_lora.config.sections.run import SlurmComponent, guarded
 from areal_lora.config.sizing.slots import Pool
 from areal_lora.errors import EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, ROLES, SERVER, TRAINER, JobPlan, ProcessSpec
@@ -192,11 +192,7 @@ def task_script(specs: Sequence[ProcessSpec], setup: Sequence[str], run_folder: 
         command = ["env", *(f"{name}={value}" for name, value in spec.env.items()), *spec.argv]
         names.append(f"  {i}) NAME={spec.name}; PROCESS=({shlex.join(command)}) ;;")
     paths = [f"EXITS={shlex.quote(str(exits))}", f"REQUEUE={shlex.quote(str(run_folder.requeue_request))}"]
-    failed = (
-        'CODE=$?; trap - ERR; echo "error: cluster.slurm.setup: $BASH_COMMAND ended with code $CODE'
-        f' on $(hostname) (fix: run the lines on such a node)"; record {int(ExitCode.MISSING)}'
-    )
-    lines = [f"trap {shlex.quote(failed)} ERR", *setup, "trap - ERR"] if setup else []
+    lines = guarded(setup, f"record {int(ExitCode.MISSING)}")
     return "\n".join(["#!/bin/bash", 'case "$SLURM_PROCID" in', *names, "esac", *paths, _RECORD, *lines, _WORK])
 
 

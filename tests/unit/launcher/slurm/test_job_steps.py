@@ -11,6 +11,13 @@ from areal_lora.launcher.slurm import job_query, job_steps
 from tests.support.paths import EXAMPLES
 
 
+def test_tasks_have_the_scripts_own_variables_where_sbatch_exported_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert "SLURM_EXPORT_ENV" not in job_steps._environment()
+    assert job_steps._environment()["SLURM_JOB_ID"] == "1"
+
+
 def test_tasks_that_were_killed_together_are_waited_for_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -21,7 +28,8 @@ def test_tasks_that_were_killed_together_are_waited_for_together(
         nonlocal now
         now += seconds
 
-    killed = SimpleNamespace(poll=lambda: 137)
+    waits = [False]
+    killed = SimpleNamespace(poll=lambda: None if waits[0] else 137, send_signal=lambda _: None)
     monkeypatch.setattr(job_steps, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(
         job_steps, "subprocess", SimpleNamespace(Popen=lambda *_, **__: killed, DEVNULL=None, STDOUT=None)
@@ -39,3 +47,10 @@ def test_tasks_that_were_killed_together_are_waited_for_together(
     assert len(ended) == len(servers) > 2
     assert {each.code for each in ended} == {-9}
     assert job_steps.RECORD_S <= now < 2 * job_steps.RECORD_S
+    # Their node does not answer: they outlive all signals.
+    steps.start(servers)
+    waits[0], now = True, 0.0
+    monkeypatch.setattr(job_query, "step_ids", lambda jobs: {})
+    steps.end(servers)
+    limit_s = job_steps.KILL_S + 2 * job_steps.SRUN_S + job_steps.RECORD_S
+    assert limit_s - 1 < now < limit_s + 1, "of one, not of each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def test_a_job_has_one_node_with_devices_for_its_servers_and_is_not_requeued() -
     assert '#SBATCH --output="/shared/runs/my run/logs/servers-%j.log"' in lines
     assert lines[-1].startswith("exec ")
     assert lines[-1].endswith("-m areal_lora add-servers '/shared/runs/my run' --here --servers 3 --grace-s 20")
+
+
+def test_setup_is_guarded_as_in_a_run_and_may_read_unset_variables(tmp_path: Path) -> None:
+    for setup, code in (('[ -z "$UNSET_HERE" ]', 0), ("false", 69)):
+        lines = script(f"cluster.slurm.setup=[{json.dumps(setup)}]")
+        run = [*(line for line in lines[:-1] if "scontrol" not in line), "echo started"]
+        done = subprocess.run(["bash"], input="\n".join(run), capture_output=True, text=True, check=False)
+        assert (done.returncode, "started" in done.stdout) == (code, not code), done
+        assert ("false ended with code 1" in done.stdout) is bool(code)
 
 
 def test_time_and_partition_of_the_command_win() -> None:

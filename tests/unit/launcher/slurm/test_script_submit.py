@@ -66,6 +66,19 @@ def test_the_job_is_submitted_before_the_folder_is_touched_and_begins_afterwards
     assert "scontrol release 42: " in second
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_job_has_no_options_of_the_allocation_that_it_is_submitted_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    config, plan = job(tmp_path)
+    with_programs(tmp_path, monkeypatch, sbatch=f"cat > /dev/null; env > {tmp_path}/env; echo 42", scontrol="true")
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_CONF", *(["SLURM_JOB_ID"] if inside else [])):
+        monkeypatch.setenv(name, "7")
+    submit(config, plan, RunStart(config).prepare)
+    has = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines() if line.startswith("SLURM_")}
+    assert has == ({"SLURM_CONF"} if inside else {"SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_CONF"})
+
+
 def test_a_refused_job_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan = job(tmp_path)
     with_programs(tmp_path, monkeypatch, sbatch="echo 'invalid partition' >&2; exit 1")

@@ -122,6 +122,16 @@ def test_a_setup_line_that_fails_is_named_and_nothing_is_started(tmp_path: Path,
     assert "trainer-0.69" in folder.names()
 
 
+def test_a_file_that_setup_sources_may_have_commands_that_fail(tmp_path: Path) -> None:
+    (tmp_path / "site.sh").write_text("test -f /nowhere\n[ -n \"$UNSET_HERE\" ]\nexport A='it works'\n")
+    task = Folder(tmp_path).start(specs('echo "$A"'), 0, f"source {tmp_path}/site.sh")
+    assert task.communicate(timeout=120)[0] == "it works\n"
+    (tmp_path / "site.sh").write_text("export A=1\nfalse\n")
+    task = Folder(tmp_path / "second").start(specs('echo "$A"'), 0, f"source {tmp_path}/site.sh")
+    task.communicate(timeout=120)
+    assert task.returncode == 69, "its last command is the line's own result"
+
+
 def test_setup_lines_prepare_the_process(tmp_path: Path) -> None:
     lines = ("if true; then", "  export A='it works'", "fi", "false || true")
     task = Folder(tmp_path).start(specs('echo "$A"; false; exit 0'), 0, *lines)
