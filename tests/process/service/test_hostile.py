@@ -72,7 +72,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
             found.used.append(
                 {"files": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss}
             )
-        for more in range(2, 62):  # which quotas are exceeded depends on who comes first
+        for more in range(2, 12):  # which quotas are exceeded depends on who comes first
             if found.statuses().keys() >= VARIED:
                 break
             draws = [random.Random(seed + more * WORKERS + k) for k in range(WORKERS)]

@@ -34,12 +34,6 @@ while True:
 """
 
 
-def all_up(folder: Path) -> bool:
-    """Whether all four roles have their handlers."""
-    logs = [path.read_text() for path in (folder / "logs").glob("*-?.log")]
-    return len(logs) == 4 and all("up" in log for log in logs)
-
-
 def main() -> int:
     root, name, stop_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     config = load_config(

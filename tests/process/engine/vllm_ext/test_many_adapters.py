@@ -81,11 +81,7 @@ class Tenants:
 @pytest.fixture(scope="module")
 def tenants(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     folder = tmp_path_factory.mktemp("tenants") / "run"
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        running_server(folder, even_model, in_flight="interrupt", max_staleness=0, max_adapters=3) as server,
-    ):
-        patched.setattr(WeightSyncConfig, "ping_s", 30.0)  # a process that stands still is not dead
+    with running_server(folder, even_model, in_flight="interrupt", max_staleness=0, max_adapters=3) as server:
         made = Tenants(server)
         yield made
         made.publisher.close()

@@ -8,7 +8,6 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,7 +245,7 @@ def use_of(server: RunningServer) -> MachineUse:
 
 def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
     def share() -> float:
-        return server.admin.info(120.0).stats.kv_cache_share
+        return server.admin.info(10.0).stats.kv_cache_share
 
     async def run() -> None:
         async def sample(first: int) -> None:
@@ -288,7 +287,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(
                     stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
                     cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
                     if stats.running and stats.waiting and stats.preemptions:
-                        found = max(found or stats, stats, key=lambda each: each.kv_cache_share)
+                        found = stats
                     if found is not None and cached:
                         break
                     ended = [task.exception() for task in running if task.done()]
@@ -313,8 +312,8 @@ def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer
     engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
     nice = {}
     for task in Path(f"/proc/{engine.pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            nice[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        nice[int(task.name)] = int(fields[16])
     own = nice[engine.pid]
     assert own < extension.NICE, "the model's own thread"
     low = [n for n in nice.values() if n == extension.NICE]
