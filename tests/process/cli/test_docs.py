@@ -294,8 +294,7 @@ def held(root: Path, name: str) -> Iterator[Path]:
     command = [forked_python(), "-m", held_run.__name__, str(root), name, "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
-            log = root / name / "logs" / "server-0.log"
-            wait_until(lambda: log.exists() and "up" in log.read_text())
+            wait_until(lambda: held_run.all_up(root / name))
             yield root / name
         finally:
             process.kill()

@@ -28,8 +28,7 @@ def begin(root: Path, name: str, stop_s: float, **environment: str) -> Fork:
 
 def started(root: Path, name: str, stop_s: float) -> Fork:
     process = begin(root, name, stop_s)
-    log = root / name / "logs" / "server-0.log"
-    wait_until(lambda: log.exists() and "up" in log.read_text())
+    wait_until(lambda: held_run.all_up(root / name))
     return process
 
 

@@ -37,7 +37,7 @@ def until(slurm: Slurm, job: str, state: str, reason: str = "") -> JobRecord:
 
 def test_ends_of_jobs(slurm: Slurm) -> None:
     done, refused, killed = (submitted(slurm, f"sleep 0.2; {c}") for c in ("true", "exit 65", "kill -SEGV $$"))
-    gone = submitted(slurm, "sleep 60")
+    gone = submitted(slurm, "sleep 600")
     until(slurm, gone, "RUNNING")
     slurm.run("scancel", gone)
     assert explain(until(slurm, done, "COMPLETED")).phase is Phase.OVER
@@ -48,7 +48,7 @@ def test_ends_of_jobs(slurm: Slurm) -> None:
 
 
 def test_a_lost_node_and_a_preemption(slurm: Slurm) -> None:
-    lost = submitted(slurm, "sleep 60", "--no-requeue", "--nodelist=n4", "--exclusive")
+    lost = submitted(slurm, "sleep 600", "--no-requeue", "--nodelist=n4", "--exclusive")
     until(slurm, lost, "RUNNING")
     slurm.run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=test")
     assert "node of the job failed" in explain(until(slurm, lost, "NODE_FAIL")).what
@@ -59,7 +59,7 @@ def test_a_lost_node_and_a_preemption(slurm: Slurm) -> None:
         slurm.run("scancel", absent)
     finally:
         slurm.run("scontrol", "update", "NodeName=n4", "State=RESUME")
-    low = submitted(slurm, "sleep 60", "--no-requeue", "--nodelist=n3", "--exclusive")
+    low = submitted(slurm, "sleep 600", "--no-requeue", "--nodelist=n3", "--exclusive")
     until(slurm, low, "RUNNING")
     high = submitted(slurm, "sleep 0.2", "--partition=high", "--nodelist=n3", "--exclusive")
     assert "higher priority took the nodes" in explain(until(slurm, low, "PREEMPTED")).what
@@ -67,7 +67,7 @@ def test_a_lost_node_and_a_preemption(slurm: Slurm) -> None:
 
 
 def test_reasons_to_wait(slurm: Slurm) -> None:
-    full = submitted(slurm, "sleep 60", "--partition=high", f"--nodes={NODES}", "--exclusive")
+    full = submitted(slurm, "sleep 600", "--partition=high", f"--nodes={NODES}", "--exclusive")
     until(slurm, full, "RUNNING")
     waiting = {
         "Resources": submitted(slurm, "true", "--partition=high", f"--nodes={NODES}"),

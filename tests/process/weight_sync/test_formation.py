@@ -14,7 +14,6 @@ MOMENTS = ("invited", "connecting", "signed in")
 @pytest.fixture(autouse=True)
 def _unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightSyncConfig, "form_s", 36_000.0)
-    monkeypatch.setattr(WeightSyncConfig, "ping_s", 30.0)  # a process that stands still is not dead
 
 
 def test_the_death_of_a_member_ends_the_formation_for_the_others() -> None:

@@ -314,6 +314,8 @@ def test_a_newcomer_gets_the_newest_version_without_a_new_one(cluster):
 
 
 def test_a_server_that_falls_silent_between_publishes_is_given_up_without_a_new_version(cluster):
+    cluster.open(timeout_s=20.0)  # two pings of a tenth of it
+    cluster.next(42)
     os.kill(cluster.servers["server-2"].process.pid, signal.SIGSTOP)
     try:
         cluster.see("changed")
@@ -326,6 +328,7 @@ def test_a_server_that_falls_silent_between_publishes_is_given_up_without_a_new_
     cluster.see("newcomers")
     assert names(cluster.all("again")[0][1]) == list(WORKERS)
     cluster.assert_served(cluster.version, 42)
+    cluster.open()
 
 
 def test_a_server_that_drops_the_adapter_is_a_parity_error(cluster):

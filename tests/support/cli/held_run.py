@@ -34,6 +34,12 @@ while True:
 """
 
 
+def all_up(run: Path) -> bool:
+    """Every role of the run obeys SIGTERM."""
+    logs = list((run / "logs").glob("*-?.log"))
+    return len(logs) == 4 and all("up" in log.read_text() for log in logs)
+
+
 def main() -> int:
     root, name, stop_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     config = load_config(

@@ -19,3 +19,5 @@ def over_sockets(seat: GroupSeat) -> Backend:
 
 
 register_backend(SOCKETS, over_sockets)
+PATIENT = property(lambda config: 0.1 * config.timeout_s)
+"""`WeightSyncConfig.ping_s` without its limit of 2 s: the first ping that a server misses excludes it."""

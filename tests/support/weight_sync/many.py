@@ -23,6 +23,7 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publish_job import PublishJob
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.solo_exchange import SoloExchange
+from tests.support.weight_sync import PATIENT
 from tests.support.weight_sync.adapters import moe_shapes, pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -163,7 +164,7 @@ def counted_formations() -> Iterator[list[int]]:
 def train_many(pipe: Connection, rank: int, port: int, server: ServerEndpoint, n: int, rounds: int) -> None:
     """One of two ranks: publish ``rounds`` versions of ``n`` adapters, and send (attempts, formations)."""
     torch.set_num_threads(1)
-    setattr(WeightSyncConfig, "ping_s", 30.0)  # noqa: B010 (a property): a process that stands still is not dead
+    setattr(WeightSyncConfig, "ping_s", PATIENT)  # noqa: B010 (a property)
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=150))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     attempts = []

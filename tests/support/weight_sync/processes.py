@@ -40,7 +40,7 @@ from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.clocks import wait_until
 from tests.support.distributed.spawn import forking
 from tests.support.solo_exchange import SoloExchange
-from tests.support.weight_sync import SOCKETS
+from tests.support.weight_sync import PATIENT, SOCKETS
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 from tests.support.weight_sync.memory_server import MemoryServer
@@ -297,6 +297,7 @@ def flipped_bit(wanted: bool) -> Iterator[None]:
 
 def train(pipe: Connection, rank: int, world: int, port: int, watch: str) -> None:
     torch.set_num_threads(1)
+    setattr(WeightSyncConfig, "ping_s", PATIENT)  # noqa: B010 (a property)
     store = dist.TCPStore("127.0.0.1", port, world, False, timedelta(seconds=LONG_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     me = Rank(rank, Watch(watch))

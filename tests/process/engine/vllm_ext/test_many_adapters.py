@@ -81,7 +81,9 @@ class Tenants:
 @pytest.fixture(scope="module")
 def tenants(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     folder = tmp_path_factory.mktemp("tenants") / "run"
-    with running_server(folder, even_model, in_flight="interrupt", max_staleness=0, max_adapters=3) as server:
+    how: dict[str, Any] = {"in_flight": "interrupt", "max_staleness": 0, "max_adapters": 3}
+    with running_server(folder, even_model, **how) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightSyncConfig, "ping_s", 30.0)  # a server that stands still is not dead
         made = Tenants(server)
         yield made
         made.publisher.close()

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def use_of(server: RunningServer) -> MachineUse:
 
 def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None:
     def share() -> float:
-        return server.admin.info(10.0).stats.kv_cache_share
+        return server.admin.info(120.0).stats.kv_cache_share
 
     async def run() -> None:
         async def sample(first: int) -> None:
@@ -260,7 +261,7 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
                 task.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 120))
-    wait_until(lambda: share() == 0, 60)
+    wait_until(lambda: share() == 0)
     use = use_of(server)
     engine = max(p.memory_info().rss for p in psutil.Process(server.process.pid).children())
     assert use.figures["memory_gib"] * 2**30 > engine, "of the server and its descendants"
@@ -286,7 +287,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(
                 for _ in range(900):
                     stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
                     cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
-                    if stats.running and stats.waiting and stats.preemptions:
+                    if stats.running and stats.waiting and stats.preemptions and stats.kv_cache_share > 0.5:
                         found = stats
                     if found is not None and cached:
                         break
@@ -301,7 +302,7 @@ def test_sequences_that_the_kv_cache_has_no_place_for_wait(
         found, cached = asyncio.run(run())
     assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
     assert found.running + found.waiting <= 40
-    assert 0.5 < found.kv_cache_share <= 1
+    assert found.kv_cache_share <= 1
     assert 0 < cached <= 1
 
 
@@ -312,8 +313,8 @@ def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer
     engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
     nice = {}
     for task in Path(f"/proc/{engine.pid}/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        nice[int(task.name)] = int(fields[16])
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            nice[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
     own = nice[engine.pid]
     assert own < extension.NICE, "the model's own thread"
     low = [n for n in nice.values() if n == extension.NICE]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, WeightSyncConfig
 from areal_lora.run_folder.paths import RunFolder, raise_session
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
@@ -46,6 +46,7 @@ def dying(pack: Pack, tensors: int) -> Pack:
 
 
 def main(folder: Path) -> None:
+    setattr(WeightSyncConfig, "ping_s", 30.0)  # noqa: B010 (a property): a server that stands still is not dead
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     model, spec = Path(config.model.path), config.adapters[0].spec(config.model.path)
     watch = RendezvousWatch(RunFolder(folder), 1)
