@@ -19,14 +19,14 @@ from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_files, read_endpoint
-from areal_lora.weight_sync.layout import AdapterLayout, Payload
+from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.fleet import PINGS, Fleet, answers, errors
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
-SCORE_PINGS = 5  # scores of the probe take longer than a ping
+CHECK_PINGS = 5  # the modules of a large MoE are megabytes, and scores of a probe take longer than a ping
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
 NO_REFUSAL = (RefusalReason.WIRE, RefusalReason.UNKNOWN_LAYOUT, RefusalReason.SLOT)
@@ -271,8 +271,7 @@ class MemberRoster:
             self._note_loss(server, "was restarted")
         self.keep(plan)
         self.exclude_failed(errors(self._fleet.ping_all(plan, self._ping_s)))
-        # Merged: the answer includes the server's first scores.
-        patience_s = self._ping_s * (SCORE_PINGS if layout.payload is Payload.MERGED else 1)
+        patience_s = CHECK_PINGS * self._ping_s
         checks = self._fleet.check(self.members, layout, probe, patience_s)
         self.exclude_failed(errors(answers(checks, time.monotonic() + patience_s)))
         return self.members

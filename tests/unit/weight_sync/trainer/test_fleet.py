@@ -14,13 +14,18 @@ import pytest
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync import messages
 from areal_lora.weight_sync.admin_client import AdminClient
+from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import (
+    LORA_A,
+    LORA_B,
     PUBLISH_PATH,
     RELAY_PATH,
     DropReply,
+    ModulesReply,
     PingReply,
     PublishReply,
     RefusalReply,
@@ -248,6 +253,43 @@ def test_members_are_pinged_over_connections_that_are_kept() -> None:
         fleet.keep(())
         server.shutdown()
         server.server_close()
+
+
+def test_equal_modules_of_many_servers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 36,472 modules (Qwen3-235B) it takes 0.2 s of a core, and servers that wait for it longer count as dead."""
+    layout = layout_of(values(0).items())
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    modules = {
+        name.removesuffix(LORA_A): (inputs, shapes[name.replace(LORA_A, LORA_B)][0])
+        for name, (_, inputs) in shapes.items()
+        if name.endswith(LORA_A)
+    }
+    fits, other = (
+        msgspec.msgpack.encode(ModulesReply(modules=held, slots=2, max_rank=64))
+        for held in (modules, {**modules, "model.layers.0.self_attn.o_proj": (8, 8)})
+    )
+    servers = [ServerEndpoint(name=f"s{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(64)]
+    replies, judged = dict.fromkeys(servers, fits), list[ModulesReply]()
+    check_served = messages.check_served
+
+    def counted(layout: AdapterLayout, reply: ModulesReply) -> None:
+        judged.append(reply)
+        check_served(layout, reply)
+
+    monkeypatch.setattr(AdminClient, "send", lambda self, *_: (200, replies[self.server]))
+    monkeypatch.setattr(messages, "check_served", counted)
+    fleet = Fleet(RUN, SECRET)
+    fleet.keep(servers)
+    assert errors(answers(fleet.check(servers, layout, None, WAIT_S), time.monotonic() + WAIT_S)) == {}
+    assert len(judged) == 1
+    assert fleet.checked(servers, layout)
+    late = ServerEndpoint(name="late", host="h", admin_port=65, data_port=9, workers=1)
+    replies[late] = other
+    fleet.keep([*servers, late])
+    failed = errors(answers(fleet.check([*servers, late], layout, None, WAIT_S), time.monotonic() + WAIT_S))
+    assert list(failed) == [late], "another one has its own verdict"
+    assert "differ in the size of model.layers.0.self_attn.o_proj" in str(failed[late])
+    fleet.keep([])
 
 
 def test_a_relay_gets_the_requests_for_the_servers_below_it_in_one() -> None:
