@@ -26,7 +26,7 @@ from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.families.shape import ModelShape, read_shape
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import EvalRecord, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.manifest import base_digest
@@ -131,17 +131,6 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
         reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
         broken = [BrokenCheckpoint(path=root, reason=reason)] if steps else []
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
-
-
-def recorded_evaluations(run_folder: RunFolder) -> dict[str, dict[int, state.Evaluation]]:
-    """The valid evaluations of the first set, by adapter and version. That of a checkpoint's own version is later."""
-    found: dict[str, dict[int, state.Evaluation]] = {}
-    for record in iter_metrics(run_folder):
-        if isinstance(record, EvalRecord) and record.order == 0:
-            figures = {"accuracy": record.accuracy, "reward_mean": record.reward_mean}
-            evaluation = state.Evaluation(**figures, measure=record.measure)
-            found.setdefault(record.adapter, {})[record.version] = evaluation
-    return found
 
 
 def check_present(run_folder: RunFolder, config: Config) -> None:
@@ -309,8 +298,8 @@ def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text:
         raise ConfigError(str(folder), reason, "let the run take a step first")
     if text == NEWEST:
         return newest.manifest.version
-    found = {**newest.manifest.evaluations, **recorded_evaluations(folder).get(adapter.name, {})}
-    best = state.best_version({version: found[version] for version in present if version in found})
+    kept = {version: figures for version, figures in newest.manifest.evaluations.items() if version in present}
+    best = state.best_version(kept)
     if best is None:
         raise ConfigError(f"--version {BEST}", "no kept version was evaluated", f"give a number, or {NEWEST}")
     return best

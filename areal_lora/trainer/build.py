@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import msgspec
 
 from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
-from areal_lora.checkpoint.recover import recorded_evaluations
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import probe_tolerance
@@ -186,11 +184,7 @@ def _rank_0(
         rollouts=rollouts,
         machines=machines,
     )
-    recorded = recorded_evaluations(run_folder) if restored else {}
-    kept = {name: ControllerState() for name in states}
-    for name, found in restored.items():
-        evaluations = {**found.controller.evaluations, **recorded.get(name, {})}
-        kept[name] = replace(found.controller, evaluations=evaluations)
+    kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),
         ALIGNMENT_LIMITS[config.model.dtype],

@@ -27,10 +27,8 @@ import pytest
 import torch
 
 from areal_lora.checkpoint.checkpoint_store import versions_in
-from areal_lora.checkpoint.recover import pick_version
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.manifest import base_digest
 from tests.support.docs import commands
@@ -139,8 +137,6 @@ def test_it_ends_well_and_says_what_it_made(run: Run) -> None:
     end = run.output.strip().splitlines()[-5:]
     assert [line.split()[0] for line in end] == ["result", "adapter", "report", "chat", "resume"]
     assert end[0].startswith(f"result   {STEPS} steps in ")
-    best = max(read_metrics(run.folder).evals, key=lambda found: (found.accuracy, found.reward_mean, found.version))
-    assert pick_version(RunFolder(run.folder), run.config, "best").ref.version == best.version
     last_lines = run.details[-len(summary) :]
     assert {line.split(": ", 1)[0]: json.loads(line.split(": ", 1)[1]) for line in last_lines} == summary
     assert Path(summary["report_path"]).read_text().count("<figcaption>") >= 5

@@ -17,8 +17,6 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.families.shape import ModelShape, read_hf_config
-from areal_lora.obs.metrics.records import EvalRecord, ResumeRecord
-from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import ExpertLayout
 from tests.support.checkpoint.helpers import tensors_of
@@ -61,18 +59,6 @@ def test_a_version_has_a_number_or_a_word(run: tuple[RunFolder, Config]) -> None
         pick_version(*run, "7")
     with pytest.raises(ConfigError, match="names no version"):
         pick_version(*run, "last")
-
-
-def test_the_best_version_may_be_the_newest_whose_evaluation_no_checkpoint_has(run: tuple[RunFolder, Config]) -> None:
-    folder, _ = run
-    writer = MetricsWriter(folder)
-    for version, accuracy, order in ((3, 0.9, 1), (2, 0.95, 0)):
-        writer.write(EvalRecord(adapter="gsm8k", version=version, step=version, accuracy=accuracy, n=8, order=order))
-    writer.write(ResumeRecord(adapter="gsm8k", version=1, time_s=1.0))
-    assert pick_version(*run, "best").ref.version == 1, "of another set, and void"
-    writer.write(EvalRecord(adapter="gsm8k", version=3, step=3, accuracy=0.9, n=8))
-    writer.close()
-    assert pick_version(*run, "best").ref.version == 3
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_is_used(run: tuple[RunFolder, Config]) -> None:
