@@ -230,6 +230,10 @@ class Checkpointing:
         self._saver.abandon(adapter)
         del self._copies[adapter], self._newest[adapter]
 
+    def holds(self, ref: AdapterRef) -> bool:
+        """Whether ``ref`` is the newest version with a checkpoint, written or in progress."""
+        return self._newest.get(ref.name) == ref.version
+
     def pending(self, adapter: str) -> CheckpointSave | None:
         """The adapter's save that was not joined yet (not collective)."""
         return self._saver.pending(adapter)
