@@ -208,7 +208,7 @@ def tidy(plan: Iterable[AdapterResume], disk: state.Disk) -> None:
                 disk.rename(broken.path, aside)
 
 
-NEWEST, BEST = "newest", "best"
+NEWEST, BEST, BASE = "newest", "best", "base"
 _NUMBER = re.compile(r"v?(\d+)")
 
 
@@ -300,7 +300,8 @@ def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text:
     if match := _NUMBER.fullmatch(text):
         return int(match[1])
     if text not in (NEWEST, BEST):
-        raise ConfigError(f"--version {text}", "it names no version", f"give a number, {NEWEST} or {BEST}")
+        reason = "the base has no adapter" if text == BASE else "it names no version"
+        raise ConfigError(f"--version {text}", reason, f"give a number, {NEWEST} or {BEST}")
     newest = find(folder, adapter.name).newest
     if newest is None:
         reason = f"{folder.adapter_checkpoints(adapter.name)} holds no whole checkpoint"

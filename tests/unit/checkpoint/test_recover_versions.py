@@ -59,6 +59,8 @@ def test_a_version_has_a_number_or_a_word(run: tuple[RunFolder, Config]) -> None
     assert [pick_version(*run, text).ref.version for text in ("newest", "best", "2", "v1")] == [3, 1, 2, 1]
     with pytest.raises(ConfigError, match="kept versions: v1, v2, v3"):
         pick_version(*run, "7")
+    with pytest.raises(ConfigError, match="--version base: the base has no adapter"):
+        pick_version(*run, "base")
     with pytest.raises(ConfigError, match="names no version"):
         pick_version(*run, "last")
 
