@@ -26,7 +26,7 @@ from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.families.shape import ModelShape, read_shape
 from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.metrics.records import EvalRecord, StepRecord
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.manifest import base_digest
@@ -208,7 +208,7 @@ def tidy(plan: Iterable[AdapterResume], disk: state.Disk) -> None:
                 disk.rename(broken.path, aside)
 
 
-NEWEST, BEST = "newest", "best"
+NEWEST, BEST, BASE = "newest", "best", "base"
 _NUMBER = re.compile(r"v?(\d+)")
 
 
@@ -287,19 +287,29 @@ def aliases_of(shape: ModelShape, spec: AdapterSpec) -> dict[str, str]:
     return found
 
 
+def evaluations_of(folder: RunFolder, manifest: state.Manifest) -> dict[int, state.Evaluation]:
+    """Evaluations of the versions up to that of a checkpoint, whose own one is requested after it is written."""
+    found, name, last = dict(manifest.evaluations), manifest.spec.name, manifest.version
+    for r in iter_metrics(folder):
+        if isinstance(r, EvalRecord) and (r.adapter, r.order) == (name, 0) and r.version <= last:
+            found[r.version] = state.Evaluation(accuracy=r.accuracy, reward_mean=r.reward_mean, measure=r.measure)
+    return found
+
+
 def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text: str) -> int:
     if match := _NUMBER.fullmatch(text):
         return int(match[1])
     if text not in (NEWEST, BEST):
-        raise ConfigError(f"--version {text}", "it names no version", f"give a number, {NEWEST} or {BEST}")
+        reason = "the base has no adapter" if text == BASE else "it names no version"
+        raise ConfigError(f"--version {text}", reason, f"give a number, {NEWEST} or {BEST}")
     newest = find(folder, adapter.name).newest
     if newest is None:
         reason = f"{folder.adapter_checkpoints(adapter.name)} holds no whole checkpoint"
         raise ConfigError(str(folder), reason, "let the run take a step first")
     if text == NEWEST:
         return newest.manifest.version
-    kept = {version: figures for version, figures in newest.manifest.evaluations.items() if version in present}
-    best = state.best_version(kept)
+    found = evaluations_of(folder, newest.manifest)
+    best = state.best_version({version: found[version] for version in present if version in found})
     if best is None:
         raise ConfigError(f"--version {BEST}", "no kept version was evaluated", f"give a number, or {NEWEST}")
     return best

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.cli.find_run import RUN_HELP, Adapter, Overrides, Run, Version, open_run, run_names, with_overrides
+from areal_lora.cli.find_run import RUN_HELP, Adapter, AnyVersion, Overrides, Run, open_run, run_names, with_overrides
 from areal_lora.cli.serve import ServingEndpoint, served
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named, conflict
@@ -46,7 +46,7 @@ Figures = dict[str, float | int | None]
 def evaluate(
     run: Run,
     overrides: Overrides = None,
-    version: Version = "newest",
+    version: AnyVersion = "newest",
     adapter: Adapter = None,
     names: Annotated[list[str] | None, typer.Option("--set", metavar="NAME", help="this set only; repeatable")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the records, one a line")] = False,
@@ -85,7 +85,8 @@ def _with_sets(adapter: AdapterConfig, names: Sequence[str] | None) -> AdapterCo
 async def _measured(
     folder: RunFolder, config: Config, adapter: AdapterConfig, sets: Sequence[EvalSet], server: ServingEndpoint
 ) -> EvalResult:
-    ref, router = AdapterRef.parse(server.models[0]), Router()
+    [model], router = server.models, Router()
+    ref = AdapterRef.parse(model if "@" in model else f"{model}@v0")  # the base
     router.announce(ref, {"server": server.url.removesuffix("/v1")})
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(CompletionClient(router, ""))  # loopback, without a key

@@ -25,6 +25,7 @@ SHOWN = 8
 
 Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=lambda incomplete: run_names(incomplete))]
 Version = Annotated[str, typer.Option(metavar="N", help=VERSION_HELP)]
+AnyVersion = Annotated[str, typer.Option(metavar="N", help=f"{VERSION_HELP}; base: no adapter")]
 Adapter = Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)]
 _FILE = typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order")
 Files = Annotated[list[Path], _FILE]

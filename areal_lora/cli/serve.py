@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_lora.checkpoint.recover import pick_version
+from areal_lora.checkpoint.recover import BASE, pick_version
 from areal_lora.cli.adapters import open_url
-from areal_lora.cli.find_run import Adapter, Run, Version, open_run
+from areal_lora.cli.find_run import Adapter, AnyVersion, Run, open_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
@@ -43,7 +43,7 @@ TOKEN = "AREAL_LORA_REMOTE_TOKEN"
 
 def serve(
     run: Run,
-    version: Version = "newest",
+    version: AnyVersion = "newest",
     adapter: Adapter = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: a free one")] = 8000,
 ) -> None:
@@ -99,7 +99,7 @@ def _token(path: Path | None) -> str:
 
 def chat(
     run: Run,
-    version: Version = "newest",
+    version: AnyVersion = "newest",
     adapter: Adapter = None,
     against: Annotated[str | None, typer.Option(metavar="N", help="a second version, which answers, too")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="send this, print the answer and end")] = None,
@@ -176,21 +176,24 @@ def served(
 ) -> Iterator[ServingEndpoint]:
     """Export versions of ``adapter`` to a temporary folder and serve them until the block ends; port 0: a free one.
 
+    `BASE` among them is the base model.
+
     Raises ConfigError for a version or port that is not available, ProcessFailed with the last lines of a server that
     does not start.
     """
-    picked = [pick_version(folder, config, version, adapter.name) for version in versions]
-    chosen = list({version.ref: version for version in picked}.values())
+    picked = {text: pick_version(folder, config, text, adapter.name) for text in versions if text != BASE}
+    chosen = {str(version.ref): version for version in picked.values()}
+    models = tuple(dict.fromkeys(str(picked[text].ref) if text in picked else BASE for text in versions))
     with listening("127.0.0.1", port, "--port") as probe:
         port = probe.getsockname()[1]
     ctrl_c = handled(signal.SIGTERM, signal.default_int_handler)  # SIGTERM leaves no more behind than Ctrl-C
     with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, ctrl_c:
         log = Path(temporary) / "server.log"
-        for version in chosen:
-            version.export(Path(temporary) / str(version.ref))
+        for name, version in chosen.items():
+            version.export(Path(temporary) / name)
         command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
         command += ["--run-folder", str(folder), "--port", str(port)]
-        command += ["--lora", *(f"{version.ref}={Path(temporary) / str(version.ref)}" for version in chosen)]
+        command += ["--lora", *(f"{name}={Path(temporary) / name}" for name in chosen)]
         with log.open("wb") as out:
             try:
                 process = subprocess.Popen(
@@ -202,9 +205,7 @@ def served(
         try:
             url = f"http://127.0.0.1:{port}/v1"
             _wait(process, f"{url}/models", log)
-            yield ServingEndpoint(
-                url=url, models=tuple(str(version.ref) for version in chosen), process=process, log=log
-            )
+            yield ServingEndpoint(url=url, models=models, process=process, log=log)
         finally:
             process.terminate()
             try:

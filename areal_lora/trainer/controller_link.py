@@ -27,15 +27,16 @@ log = get_logger(__name__)
 EVAL_TAG = "held-out"
 
 
-def evaluation_due(version: int, newest: int, *, every_steps: int, last: int) -> bool:
+def evaluation_due(version: int, newest: int, *, every_steps: int, last: int, saved: bool) -> bool:
     """Whether ``version`` is to be evaluated, where ``newest`` is the newest that was requested (-1: none).
 
-    Due are version 0, the ``last`` one and every multiple of ``every_steps``, or the first later version in place of
-    a multiple that was passed over.
+    Due are version 0, the ``last`` one and every multiple of ``every_steps``, or in place of a multiple that was passed
+    over the first later version that is ``saved``: others cannot be kept.
     """
     if every_steps == 0:
         return version in (0, last)
-    return version >= last or version - version % every_steps > newest
+    beyond = version % every_steps
+    return version >= last or (version - beyond > newest and (saved or not beyond))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,16 +147,21 @@ class ControllerLink:
             of_adapters.pop(adapter, None)
         self._client.end(adapter)
 
-    def evaluate_if_due(self, ref: AdapterRef) -> None:
-        """Request a held-out evaluation of ``ref`` if due and none is pending; of the last version in any case."""
+    def evaluate_if_due(self, ref: AdapterRef, *, saved: bool) -> None:
+        """Request a held-out evaluation of ``ref`` if due and none is pending; of the last version in any case.
+
+        ``saved``: it has a checkpoint, or one in progress.
+        """
         tracker = self._evals[ref.name]
         run = self._runs[ref.name]
         every, last = run.eval_every, run.steps
-        if evaluation_due(ref.version, tracker.newest, every_steps=every, last=last):
+        if evaluation_due(ref.version, tracker.newest, every_steps=every, last=last, saved=saved):
             if not tracker.pending or ref.version >= last:
                 self.request_eval(ref)
             elif ref.version % every == 0:
-                until = f"until that of v{min(tracker.pending)} is done, and will use the newest version then"
+                until = (
+                    f"until that of v{min(tracker.pending)} is done, and will use the next version with a checkpoint"
+                )
                 log.info("the evaluation of %s is postponed %s", ref, until)
 
     def request_eval(self, ref: AdapterRef) -> None:

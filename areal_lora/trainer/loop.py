@@ -196,4 +196,4 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     with spans.span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version)
     if trainer.rank_0:
-        trainer.rank_0.driver(state.adapter).evaluate_if_due(state.ref)
+        trainer.rank_0.driver(state.adapter).evaluate_if_due(state.ref, saved=trainer.checkpointing.holds(state.ref))

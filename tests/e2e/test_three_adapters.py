@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from areal_lora.checkpoint.recover import pick_version
+from areal_lora.config.recorded import read_config
 from tests.support.e2e.metrics import records
 from tests.support.e2e.several_adapters import STEPS, Ended, entries, run
 
@@ -33,13 +35,19 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_each_adapter_ends_by_itself_and_is_exported(together: Ended) -> None:
+    lasts: list[bool] = []
     for name, steps in STEPS.items():
         mine = [record for record in together.steps if record["adapter"] == name]
         assert [record["step"] for record in mine] == list(range(steps))
         assert (together.folder.adapter_export(name) / "adapter_model.safetensors").exists()
-        evals = [r["version"] for r in records(together.folder.path) if r["kind"] == "eval" and r["adapter"] == name]
-        assert sorted(evals) == [0, steps]
+        evals = [r for r in records(together.folder.path) if r["kind"] == "eval" and r["adapter"] == name]
+        assert sorted(r["version"] for r in evals) == [0, steps]
         assert sorted(together.states[name]) == list(range(steps + 1))
+        # All versions are kept; of equal ones the newest is the best.
+        best = max((r["accuracy"], r["reward_mean"], r["version"]) for r in evals)[-1]
+        assert pick_version(together.folder, read_config(together.folder), "best", name).ref.version == best
+        lasts.append(best == steps)
+    assert any(lasts), "a last version is the best one, whose checkpoint was written before its evaluation"
     order = [record["adapter"] for record in together.steps if record["adapter"] in STEPS]
     assert order.index("experts") < 6, "no adapter waits for another one to end"
 

@@ -252,6 +252,15 @@ def eval_sets(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[
             yield Finding(at, f"vLLM's minimum above 0 is {LEAST_TEMPERATURE}", "set it to 0 for greedy answers")
 
 
+def measured_versions(config: Config, facts: Facts) -> Iterator[Finding]:
+    every, apart = config.eval.every_steps, config.checkpoint.every_steps
+    last = max((adapter.steps or config.run.steps for adapter in config.adapters if not adapter.is_client), default=0)
+    between = range(every, last, every) if every else ()
+    if between and all(version % apart for version in between):
+        reason = f"no multiple of {every} before step {last} has a checkpoint: such versions are measured and not kept"
+        yield warning("eval.every_steps", reason, f"make it a multiple of checkpoint.every_steps = {apart}")
+
+
 @of_each_adapter
 def init_from(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
     """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""

@@ -21,7 +21,7 @@ RULES: tuple[Rule, ...] = (
     memory_rules.devices_suffice, layout_rules.devices_are_shared, layout_rules.backend_fits, layout_rules.no_idle_node,
     memory_rules.memory_suffices, memory_rules.shared_base_fits, layout_rules.deterministic,
     layout_rules.engine_args_are_free, layout_rules.time_outs, layout_rules.profiled_steps,
-    memory_rules.remote_servers_fit, memory_rules.base_can_be_rounded,
+    memory_rules.remote_servers_fit, memory_rules.base_can_be_rounded, adapter_rules.measured_versions,
 )
 # fmt: on
 

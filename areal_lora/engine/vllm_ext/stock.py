@@ -31,7 +31,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stock", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
-    parser.add_argument("--lora", required=True, metavar="NAME=FOLDER", nargs="+")
+    parser.add_argument("--lora", required=True, metavar="NAME=FOLDER", nargs="*")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args(argv)
     die_with_parent(signal.SIGTERM)
@@ -65,7 +65,7 @@ def lora_rank(folders: Iterable[Path]) -> int:
     Raises ConfigError above vLLM's limit.
     """
     files = [json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")) for folder in folders]
-    rank = max(rank for file in files for rank in [file["r"], *file["rank_pattern"].values()])
+    rank = max((rank for file in files for rank in [file["r"], *file["rank_pattern"].values()]), default=1)
     if rank > (limit := VLLM_LORA_RANKS[-1]):
         reason = f"{CONFIG_FILE} has {rank} (gate and up of experts: twice theirs), and vLLM's limit is {limit}"
         raise ConfigError("adapters.rank", reason, "merge the adapter into its base: areal-lora merge")
@@ -77,9 +77,11 @@ def stock_arguments(config: Config, lora: Sequence[str], port: int, rank: int) -
     rollout = config.rollout
     words = ["--host", "127.0.0.1", "--port", str(port), "--model", config.model.folder, "--dtype", config.model.dtype]
     words += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
-    words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", *lora]
+    if lora:
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", *lora]
     # As on a run's own servers; otherwise it is the folder, and vLLM's errors cut paths out of what they quote.
-    words += ["--served-model-name", "base", "--disable-uvicorn-access-log"]
+    # Answers have the first name: `areal-lora eval` reads a version from it.
+    words += ["--served-model-name", *([] if lora else ["base@v0"]), "base", "--disable-uvicorn-access-log"]
     on_cpu = config.cluster.device == "cpu"
     if not on_cpu:
         words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]

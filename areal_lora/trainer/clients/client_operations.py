@@ -81,7 +81,7 @@ class Clients:
             self._publishes.pop(adapter, None)
             self._end.send(self._backlog.leave(adapter, reason))
 
-    def evaluate_if_due(self, ref: AdapterRef) -> None:
+    def evaluate_if_due(self, ref: AdapterRef, *, saved: bool) -> None:
         """There are no evaluations."""
 
     # ------------------------------------------------------------ operations

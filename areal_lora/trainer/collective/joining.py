@@ -171,7 +171,7 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
     restored, problem = None, ""
     try:
         trainer.engine.add_adapter(adapter.spec, config.optimizer, adapter.run.seed)
-        restored = load(trainer.engine, adapter, work.checkpoint)
+        restored = load(trainer.engine, adapter, work.checkpoint, trainer.run_folder)
     except (ArealLoraError, OSError) as error:
         problem = str(error)
     problem = first_problem(problem, trainer.control)

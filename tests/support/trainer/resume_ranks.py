@@ -176,8 +176,8 @@ class Controller:
     def state(self, adapter: str) -> ControllerState:
         return ControllerState(ledger=b"%d" % self._position, pending=frozenset(self._evals.pending))
 
-    def evaluate_if_due(self, ref: AdapterRef) -> None:
-        if evaluation_due(ref.version, self._evals.newest, every_steps=3, last=self._steps):
+    def evaluate_if_due(self, ref: AdapterRef, *, saved: bool) -> None:
+        if evaluation_due(ref.version, self._evals.newest, every_steps=3, last=self._steps, saved=saved):
             self.request_eval(ref)
 
     def request_eval(self, ref: AdapterRef) -> None:

@@ -17,6 +17,8 @@ from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
 from areal_lora.engine.common.transfer_plan import wire_layout
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.obs.metrics.records import EvalRecord, ResumeRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import ExpertLayout
 from tests.support.checkpoint.helpers import tensors_of
@@ -57,8 +59,28 @@ def test_a_version_has_a_number_or_a_word(run: tuple[RunFolder, Config]) -> None
     assert [pick_version(*run, text).ref.version for text in ("newest", "best", "2", "v1")] == [3, 1, 2, 1]
     with pytest.raises(ConfigError, match="kept versions: v1, v2, v3"):
         pick_version(*run, "7")
+    with pytest.raises(ConfigError, match="--version base: the base has no adapter"):
+        pick_version(*run, "base")
     with pytest.raises(ConfigError, match="names no version"):
         pick_version(*run, "last")
+
+
+def test_the_best_version_is_found_among_the_recorded_evaluations_too(run: tuple[RunFolder, Config]) -> None:
+    """The newest checkpoint has none of its own version: that is evaluated after it is written."""
+    writer = MetricsWriter(run[0])
+
+    def recorded(version: int, accuracy: float, adapter: str = SPEC.name, order: int = 0) -> int:
+        figures = {"accuracy": accuracy, "n": 8, "name": f"set {order}", "order": order}
+        writer.write(EvalRecord(adapter=adapter, version=version, step=version, **figures))  # type: ignore[arg-type]
+        return pick_version(*run, "best").ref.version
+
+    assert recorded(2, 0.9, adapter="other") == 1
+    assert recorded(2, 0.9, order=1) == 1, "a set that is not the first"
+    assert recorded(9, 0.9) == 1, "a version beyond the newest checkpoint"
+    assert recorded(3, 0.75) == 3
+    writer.write(ResumeRecord(adapter=SPEC.name, version=2, time_s=1.0))
+    assert recorded(0, 0.9) == 1, "v3 is another one since the resume, and v0 is not kept"
+    assert recorded(3, 0.6) == 3
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_is_used(run: tuple[RunFolder, Config]) -> None:

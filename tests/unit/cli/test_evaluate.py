@@ -30,7 +30,7 @@ def bare(body: dict[str, list[dict[str, object]]]) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    loop, server = Loop(), FakeServer(models={"math@v3"}, fault=lambda _: Fault(edit=bare), columns=False)
+    loop, server = Loop(), FakeServer(models={"math@v3", "base@v0"}, fault=lambda _: Fault(edit=bare), columns=False)
     loop.run(server.__aenter__())
 
     @contextlib.contextmanager
@@ -40,7 +40,9 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         assert adapter.name == "math"
         process = subprocess.Popen(["true"])
         process.wait()
-        yield ServingEndpoint(url=f"{server.url}/v1", models=("math@v3",), process=process, log=tmp_path / "log")
+        [version] = versions
+        model = "base" if version == "base" else "math@v3"
+        yield ServingEndpoint(url=f"{server.url}/v1", models=(model,), process=process, log=tmp_path / "log")
 
     monkeypatch.setattr("areal_lora.cli.evaluate.served", fake)
     made = config(str(TINY_MODEL)).model_dump(mode="json")
@@ -66,6 +68,15 @@ def test_all_sets_or_one_of_them(run_folder: Path, capsys: pytest.CaptureFixture
     assert (record["kind"], record["name"], record["version"], record["n"]) == ("eval", "sampled", 3, 4)
     assert record["n_samples"] == 2
     assert [path.name for path in run_folder.iterdir()] == ["config.json"], "the run folder stays as it is"
+
+
+def test_the_base_is_evaluated_on_the_same_sets(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run_folder), "--version", "base"]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["base  greedy", "base  sampled"]
+    assert main(["eval", str(run_folder), "--version", "base", "--set", "greedy", "--json"]) == ExitCode.DONE
+    record = json.loads(capsys.readouterr().out)
+    assert (record["adapter"], record["version"], record["n"]) == ("base", 0, 8)
 
 
 def test_sets_that_the_run_did_not_have(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,26 +26,28 @@ from tests.support.rollout.helpers import NAME, config
 
 
 @pytest.mark.parametrize(
-    ("version", "newest", "every_steps", "due"),
+    ("version", "newest", "every_steps", "due", "unsaved"),
     [
-        (0, -1, 20, True),
-        (0, -1, 0, True),
-        (1, 0, 20, False),
-        (19, 0, 20, False),
-        (20, 0, 20, True),
-        (21, 20, 20, False),
-        (23, 0, 20, True),  # 20 was passed over
-        (40, 23, 20, True),
-        (39, 23, 20, False),
-        (7, -1, 0, False),
-        (99, 0, 0, False),
-        (100, 0, 0, True),
-        (100, 100, 20, True),
-        (97, 80, 20, False),
+        (0, -1, 20, True, True),
+        (0, -1, 0, True, True),
+        (1, 0, 20, False, False),
+        (19, 0, 20, False, False),
+        (20, 0, 20, True, True),
+        (21, 20, 20, False, False),
+        (23, 0, 20, True, False),  # 20 was passed over
+        (40, 23, 20, True, True),
+        (39, 23, 20, False, False),
+        (7, -1, 0, False, False),
+        (99, 0, 0, False, False),
+        (100, 0, 0, True, True),
+        (100, 100, 20, True, True),
+        (97, 80, 20, False, False),
+        (97, 60, 20, True, False),
     ],
 )
-def test_when_an_evaluation_is_due(version: int, newest: int, every_steps: int, due: bool) -> None:
-    assert evaluation_due(version, newest, every_steps=every_steps, last=100) is due
+def test_when_an_evaluation_is_due(version: int, newest: int, every_steps: int, due: bool, unsaved: bool) -> None:
+    assert evaluation_due(version, newest, every_steps=every_steps, last=100, saved=True) is due
+    assert evaluation_due(version, newest, every_steps=every_steps, last=100, saved=False) is unsaved
 
 
 class Client:
@@ -90,9 +92,30 @@ def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(
     for version in range(31):
         if version in (13, 29):  # slow: two more had become due meanwhile
             link.record_evals([held_out(min(link.state(NAME).pending))])
-        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version), saved=True)
     assert client.asked == [0, 13, 29, 30]
     assert link.state(NAME).pending == {29, 30}
+
+
+@pytest.mark.parametrize(
+    ("apart", "every", "measured"),
+    [
+        (10, 20, [0, 30, 60, 90, 120, 150, 180, 200]),
+        (50, 20, [0, 40, 80, 120, 150, 180, 200]),  # multiples without a checkpoint are measured, too
+        (1, 20, [0, 23, 46, 69, 92, 115, 138, 161, 184, 200]),
+    ],
+)
+def test_an_evaluation_that_was_postponed_waits_for_a_version_with_a_checkpoint(
+    tmp_path: Path, apart: int, every: int, measured: list[int]
+) -> None:
+    """One takes 23 steps, and checkpoints are ``apart``: measured by hand."""
+    made = config("m", steps=200)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": every})})
+    link, client = make(tmp_path, made)
+    for version in range(201):
+        link.record_evals([held_out(v) for v in link.state(NAME).pending if version >= v + 23])
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version), saved=version % apart == 0)
+    assert client.asked == measured
 
 
 def test_an_evaluation_is_recorded_with_all_that_it_could_not_judge(tmp_path: Path) -> None:
@@ -125,7 +148,7 @@ def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pen
     link = ControllerLink(made, client, recorder, {"a": kept, "b": ControllerState()})  # type: ignore[arg-type]
     assert link.state("a") == kept
     for name, version in (("a", 21), ("b", 0)):
-        link.evaluate_if_due(AdapterRef(name=name, version=version))
+        link.evaluate_if_due(AdapterRef(name=name, version=version), saved=True)
     assert client.asked == [0], "v20 of a is pending and v21 is not due"
     link.record_evals([msgspec.structs.replace(held_out(0), adapter="b")])
     assert link.state("a") == kept
@@ -143,11 +166,11 @@ def test_a_pending_evaluation_whose_version_is_retired_is_made_of_the_next_one(
     kept = ControllerState(ledger=b"l", evaluations=measured, pending=frozenset({50}))
     link = ControllerLink(made, client, recorder, {NAME: kept})  # type: ignore[arg-type]
     link.request_eval(AdapterRef(name=NAME, version=50))
-    link.evaluate_if_due(AdapterRef(name=NAME, version=53))
+    link.evaluate_if_due(AdapterRef(name=NAME, version=53), saved=True)
     lost = EvalResult(adapter=NAME, version=50, tag="held-out", sets=(), failed={"held-out": "retired"}, retired=True)
     link.record_evals([lost])
     for version in range(54, 110):
-        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version), saved=True)
         link.record_evals([held_out(each) for each in link.state(NAME).pending])
     assert client.asked == [50, 54, 100]
     assert [*link.state(NAME).evaluations] == [*measured, 54, 100]
@@ -158,7 +181,7 @@ def test_the_version_after_one_that_was_measured_in_place_of_a_retired_one_is_no
     made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 10})})
     link, client = make(tmp_path, made)
     for version in range(10, 41):
-        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version), saved=True)
         if version == 23:  # that of version 10 waited for those of others
             link.record_evals([msgspec.structs.replace(held_out(23), version=10)])
     assert client.asked == [10, 30], "30 has no result yet"
@@ -196,7 +219,7 @@ def test_an_evaluation_that_fails_otherwise_is_not_repeated(tmp_path: Path) -> N
     made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 5})})
     link, client = make(tmp_path, made)
     for version in range(10):
-        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version), saved=True)
         for each in link.state(NAME).pending:
             link.record_evals([EvalResult(adapter=NAME, version=each, tag="", sets=(), failed={"held-out": "reward"})])
     assert client.asked == [0, 5]

@@ -120,3 +120,22 @@ def test_a_set_without_a_format_has_the_adapters_and_one_with_a_format_keeps_it(
         PromptFormat.model_validate(own),
     ]
     assert AdapterConfig.model_validate_json(adapter.model_dump_json()) == adapter, "as a run folder records it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        ([], False),
+        (["checkpoint.every_steps=10"], False),
+        (["checkpoint.every_steps=50"], False),  # 100 is a multiple of both
+        (["checkpoint.every_steps=50", "run.steps=100"], True),  # 100 is the last one, of which there is always one
+        (["checkpoint.every_steps=50", "run.steps=100", "adapters.0.steps=101"], False),
+        (["checkpoint.every_steps=50", "run.steps=20"], False),  # nothing is measured between first and last
+        (["checkpoint.every_steps=50", "run.steps=100", "eval.every_steps=0"], False),
+    ],
+)
+def test_measured_versions_that_never_have_a_checkpoint_are_a_warning(overrides: list[str], warned: bool) -> None:
+    config = load_config(SHIPPED, ["run.steps=400", "eval.every_steps=20", *overrides])
+    found = [f for f in check(config, Facts(hf_config=None)) if f.path == "eval.every_steps"]
+    assert [f.severity for f in found] == ["warning"] * warned
+    assert all("no multiple of 20 before step 100" in f.reason for f in found)

@@ -39,6 +39,13 @@ def test_the_server_gets_the_sizes_of_the_run() -> None:
     assert "--gpu-memory-utilization" not in words
 
 
+def test_the_base_alone_is_a_version_and_needs_no_lora() -> None:
+    words = stock_arguments(make_config(), [], 8123, lora_rank([]))
+    assert not [word for word in words if "lora" in word]
+    at = words.index("--served-model-name")
+    assert words[at + 1 : at + 4] == ["base@v0", "base", "--disable-uvicorn-access-log"], "the first is in answers"
+
+
 @pytest.mark.parametrize(("further", "sampled"), [({}, (0, 1.0)), ({"generation_config": "auto"}, (7, 1.5))])
 def test_an_answer_is_sampled_as_its_request_states(
     tmp_path: Path, further: dict[str, str], sampled: tuple[int, float]

@@ -14,9 +14,11 @@ import torch
 from areal_lora.checkpoint.checkpoint_store import CheckpointStore, Saver
 from areal_lora.checkpoint.state import Disk
 from areal_lora.config.sections.run import CheckpointConfig
+from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.collective.next_work import keep_pace, make_durable
+from areal_lora.trainer.loop import save_and_publish
 from areal_lora.trainer.versions.checkpointing import Checkpointing, due
 from tests.support.checkpoint.helpers import state_of
 from tests.support.rollout.helpers import NAME, config
@@ -102,6 +104,24 @@ def made(tmp_path: Path) -> Iterator[Any]:
     for trainer in trainers:
         trainer.disk.go_on.set()
         trainer.checkpointing.close()
+
+
+def test_the_request_of_an_evaluation_states_whether_the_version_has_a_checkpoint(made: Any) -> None:
+    """Written or in progress: as a step starts the two."""
+    trainer, requested = made(steps=15, every_steps=3), list[tuple[int, bool]]()
+    driver = SimpleNamespace(
+        state=lambda name: ControllerState(), evaluate_if_due=lambda ref, saved: requested.append((ref.version, saved))
+    )
+    trainer.rank_0.driver = lambda adapter: driver
+    trainer.spans = {NAME: Spans()}
+    trainer.publishing = SimpleNamespace(join=lambda name: None, publish=lambda adapter, version: None)
+    save_and_publish(trainer, trainer.state)
+    trainer.disk.go_on.set()
+    for _ in range(6):
+        trainer.checkpointing.join(NAME)
+        trainer.state.version += 1
+        save_and_publish(trainer, trainer.state)
+    assert requested == [(version, version % 3 == 0) for version in range(7)]
 
 
 @pytest.mark.parametrize(("every", "behind"), [(1, 0), (1, 3), (3, 2)])

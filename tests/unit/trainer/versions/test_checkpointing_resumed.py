@@ -1,19 +1,49 @@
-"""The log line of a resume."""
+"""What a resume takes from a checkpoint and the records, and its log line."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from areal_lora.checkpoint.checkpoint_store import plan_deletions, version_folder
 from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint
-from areal_lora.checkpoint.state import Manifest
+from areal_lora.checkpoint.state import Evaluation, Manifest
 from areal_lora.config.load import load_config
-from areal_lora.trainer.versions.checkpointing import LAYOUT, chosen
-from tests.support.checkpoint.helpers import manifest_of
+from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.versions.checkpointing import LAYOUT, chosen, load, random_state
+from tests.support.checkpoint.helpers import SPEC, manifest_of, on_ranks, snapshot_of, stores
 from tests.support.paths import EXAMPLES
+from tests.support.trainer.recorded import make_adapter
+
+
+def test_the_evaluation_of_the_newest_checkpoint_is_among_those_of_the_resumed_run(tmp_path: Path) -> None:
+    """A run of 50 steps that goes on: v50 is the best, no multiple of eval.every_steps, and is not measured again."""
+    folder, device = RunFolder(tmp_path), torch.device("cpu")
+    measured = {40: Evaluation(accuracy=0.5, reward_mean=0.5)}
+    made = stores(tmp_path)
+
+    def write(rank: int) -> None:
+        made[rank].write(replace(snapshot_of(50, rank, measured), random=random_state(device)))
+
+    assert on_ranks(write) == [None, None]
+    last = EvalRecord(adapter=SPEC.name, version=50, step=50, accuracy=0.75, reward_mean=0.25, n=8, measure="m")
+    MetricsWriter(folder).write(last)
+    path = str(version_folder(folder.adapter_checkpoints(SPEC.name), 50))
+    engine: Any = SimpleNamespace(rank=0, device=device, load_state=lambda name, tensors, step: None)
+    restored = load(engine, make_adapter(), path, folder)
+    assert restored is not None
+    known = restored.controller.evaluations
+    assert known == measured | {50: Evaluation(accuracy=0.75, reward_mean=0.25, measure="m")}
+    assert plan_deletions([40, 50, 51, 52], [51, 52], known, restored.controller.pending) == [40]
 
 
 @pytest.mark.parametrize("key", ["world_size", "tp", "cp", "pp", "ep", "etp"])
