@@ -65,6 +65,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     """Build this rank. Collective over all ranks; rank 0 waits for servers and controller (see its status line)."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
+    reached("trainer.loading")
     device = config.cluster.device
     machines = MachineWatch(run_folder, "trainer", rank, device=device, collects=rank == 0)
     engine = build_engine(config)

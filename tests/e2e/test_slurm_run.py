@@ -26,7 +26,7 @@ from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-STEPS, UP_S, STEP_S = 18, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
+STEPS, UP_S, STEP_S = 26, 400.0, 300.0  # steps enough for two deaths and a requeue, however slow the commands are
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

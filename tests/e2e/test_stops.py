@@ -68,7 +68,7 @@ EVERY = [
     Case("publish under way", "SIGHUP", "fault: hang at trainer.publish_begun", "trainer.publish_begun:2:hang"),
     Case("closing", "Ctrl-C", f"waiting for the evaluation of .*gsm8k@v{STEPS}", vllm=True),
     Case("servers starting", "SIGHUP", "server-0.*loading the model", vllm=True),
-    Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
+    Case("loading the base", "SIGTERM", "fault: hang at trainer.loading", "trainer.loading:1:hang"),
 ]
 CASES = sample(EVERY, 0, lambda case: (case.vllm,))
 

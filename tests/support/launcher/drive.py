@@ -64,6 +64,7 @@ def main() -> int:
     dummy = replace(plan, run_folder=RunFolder(folder), processes=specs)
     run.STOP_GRACE_S, restarts.BACK_OFF_S = float(sys.argv[2]), 0.1
     restarts.HEALTHY_S = float(os.environ.get("HEALTHY_S", restarts.HEALTHY_S))
+    restarts.WRITE_S = float(os.environ.get("WRITE_S", restarts.WRITE_S))
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     if LATER in os.environ:
         whole_s, step_s, path = os.environ[LATER].split(":", 2)

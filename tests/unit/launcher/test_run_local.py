@@ -445,6 +445,7 @@ def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_fault(monkeypatch, tmp_path, "trainer-0.step:5:hang")
+    monkeypatch.setenv("WRITE_S", "10")
     beats, others = ONCE.format(str(tmp_path / "marks")), (("server", 0), ("controller", 0), ("trainer", 1))
     run = begin(
         rank(tmp_path, "server", 0),

@@ -144,7 +144,7 @@ HOSTILE = {
     "sleep": ("import time\ntime.sleep(600)", "time"),
     "spin": ("while True: pass", "time"),
     "deaf": ("import signal\nfor s in (2, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass", "time"),
-    "memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
+    "memory": ("x = []\nwhile True: x.append(bytes(1 << 20))", "memory"),
     "connect": ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "crashed"),
     "raise_limits": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "crashed"),
 }

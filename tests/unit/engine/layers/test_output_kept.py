@@ -68,7 +68,8 @@ class Case:
 
     def check(self, found: list[torch.Tensor]) -> None:
         for value, truth in zip(found, self.expected(), strict=True):
-            torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=1e-5)
+            # A kept id left out is 39e-5 of the largest value off; a plain loop in float32 up to 0.6e-5.
+            torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=2e-5 * max(1.0, float(truth.abs().max())))
 
 
 @pytest.mark.parametrize("rows", [1, 7, P], ids=["row by row", "seven rows", "at once"])

@@ -94,8 +94,8 @@ def test_a_source_that_dies_while_it_packs_is_noticed_before_the_deadline():
 
 def test_a_source_that_never_gets_ready_is_waited_for_until_the_deadline():
     segment = segment_of(ready=10)
-    inbox = window_inbox(Line([segment.signal().encode()]), (0, 11), seconds=0.3)
     began = time.monotonic()
+    inbox = window_inbox(Line([segment.signal().encode()]), (0, 11), seconds=0.3)
     with pytest.raises(PublishError):
         inbox.take()
     assert time.monotonic() - began > 0.2
