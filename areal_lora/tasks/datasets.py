@@ -330,7 +330,9 @@ def _column(row: Row, name: str, key: str) -> Any:
 def _text(row: Row, name: str, key: str) -> str:
     value = _column(row, name, key)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(row.place, f"no text in column {name!r}", f"remove the row, or set {key}")
+        holds_messages = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        fix = f"set task.columns.messages={name}" if holds_messages else f"remove the row, or set {key}"
+        raise ConfigError(row.place, f"no text in column {name!r}", fix)
     return value
 
 
@@ -340,7 +342,7 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
         prompt = _filled(how.template, row, columns.prompt)
         messages = [{"role": "user", "content": prompt}]
     elif how.is_chat:
-        prompt = "\n".join(str(m["content"]) for m in messages if m["role"] != "system")
+        prompt = "\n".join(m["content"] for m in messages if m["role"] != "system")
     else:
         raise ConfigError("task.format.kind", "messages need a chat template", "set task.format.kind=chat")
     answer = None if columns.answer is None else _column(row, columns.answer, "task.columns.answer (or null)")

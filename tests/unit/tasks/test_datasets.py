@@ -279,7 +279,7 @@ def test_a_file_of_one_problem_is_trained_on(tmp_path):
         ),
         ({"columns": {"prompt": "problem"}}, r"no column 'answer' .*task.columns.answer \(or null\)"),
         ({"columns": {"prompt": "level", "answer": None}}, "no text in column 'level'"),
-        ({"columns": {"messages": "problem", "answer": None}, "format": {"kind": "chat"}}, "holds no list of messages"),
+        ({"columns": {"messages": "problem", "answer": None}, "format": {"kind": "chat"}}, "not a list of messages"),
         ({"format": {"kind": "template", "template": "plain"}}, r"task.format.template: names no column"),
         ({"where": {"lvl": 1}}, "no column 'lvl' .*task.where"),
     ],
