@@ -62,7 +62,6 @@ HIGHEST = 10.0  # of a score, from 0; it becomes reward 1
 # As text, JSON, or with marks of Markdown and LaTeX around the colon: **Score:** 9, Score: $\boxed{9}$.
 _SCORE = re.compile(r'score[\s"*_`]*[:=：][\s"*_`$\[(]*(?:\\boxed\{)?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
 READ_CHARACTERS = 1 << 16  # of a reply's end
-_NAME = re.compile(r"\{(\w+)\}")
 
 
 class ServedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +177,8 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
             raise ValueError(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
         return _text(fields[match[1]])
 
-    return _NAME.sub(value, template)
+    names = "|".join([r"\w+", *map(re.escape, filter(None, fields))])  # columns may have blanks or hyphens
+    return re.sub(rf"\{{({names})\}}", value, template)
 
 
 def read_score(text: str) -> float:
