@@ -199,6 +199,25 @@ def gold_text(answer: Any) -> str:
     return answer or "" if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def content_text(content: Any) -> str:
+    """Text of a message's content: of a text, of text parts, of nothing. Raises ValueError for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"type {type(content).__name__}, not a text or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            raise ValueError(f"part {i} is of type {kind}; this model takes text parts only")
+        texts.append(text)
+    return "".join(texts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A server's result for one answer of A tokens, ``columns``. The server reports versions token by token.

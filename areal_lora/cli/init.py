@@ -13,7 +13,7 @@ import typer
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import read_shape
 
-NUMERIC, MATH = "numeric_match", "math_verify"
+NUMERIC, MATH, FUNCTION = "numeric_match", "math_verify", "file.py:name or package.module:name of a function"
 
 
 def init(
@@ -22,7 +22,7 @@ def init(
     data: Annotated[str, typer.Option(help="JSONL, JSON, CSV or parquet file, a folder of them, or a hub name")] = "",
     prompt: Annotated[str, typer.Option(metavar="COLUMN", help="column with the problem")] = "",
     answer: Annotated[str, typer.Option(metavar="COLUMN", help="column with the gold answer; - for none")] = "",
-    reward: Annotated[str, typer.Option(help=f"{NUMERIC}, {MATH}, or file.py:name of a function")] = "",
+    reward: Annotated[str, typer.Option(help=f"{NUMERIC}, {MATH}, or {FUNCTION}")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="write prompts with the tokenizer's chat template")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda; cuda where nvidia-smi is found if not given")] = "",
 ) -> None:
@@ -37,7 +37,7 @@ def init(
     data = _absolute(_asked("--data", data, "Data (JSONL, JSON, CSV or parquet file, or hub name)"))
     prompt = _asked("--prompt", prompt, "Column with the problem", "prompt")
     answer = _asked("--answer", answer, "Column with the gold answer (- for none)", "answer")
-    reward = _asked("--reward", reward, f"Reward ({NUMERIC}, {MATH}, or file.py:name)", NUMERIC)
+    reward = _asked("--reward", reward, f"Reward ({NUMERIC}, {MATH}, or {FUNCTION})", NUMERIC)
     longest = min(1024 if on_cpu else 4096, _positions(model))
     # Every value that comes from outside is quoted.
     text = TEMPLATE.format(
@@ -91,10 +91,11 @@ def _positions(model: str) -> int:
 def _reward(text: str) -> str:
     if text in (NUMERIC, MATH):
         return f"kind: {text}"
-    if ".py:" not in text:
-        raise ConfigError("--reward", f"{text!r} is no reward", f"{NUMERIC}, {MATH}, or file.py:name of a function")
     place, _, name = text.rpartition(":")
-    return f"kind: function\n      path: {json.dumps(f'{_absolute(place)}:{name}')} # see docs/en/tasks.md"
+    if not place:
+        raise ConfigError("--reward", f"{text!r} is no reward", f"{NUMERIC}, {MATH}, or {FUNCTION}")
+    place = _absolute(place) if place.endswith(".py") else place
+    return f"kind: function\n      path: {json.dumps(f'{place}:{name}')} # see docs/en/tasks.md"
 
 
 TEXT = '        template: "{prompt}" # put text around the problem here; {column} is any column'

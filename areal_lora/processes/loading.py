@@ -25,14 +25,18 @@ def load_import_path(text: str) -> Any:
     modules take precedence.
     """
     place, _, name = text.rpartition(":")
+    is_file = place.endswith(".py")
     try:
-        if place.endswith(".py"):
+        if is_file:
             module = _load_file(Path(os.path.expanduser(place)))
         else:
             _search(os.getcwd())
             module = importlib.import_module(place)
     except (Exception, SystemExit) as error:  # fault boundary: a user's module may fail in any way, and end us
-        raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", "correct the code") from error
+        fix = "correct the code"
+        if is_file and isinstance(error, ImportError):
+            fix = "install what it lacks, or name it package.module:name and start in the package's folder"
+        raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", fix) from error
     try:
         return getattr(module, name)  # not vars(): a module may define __getattr__
     except AttributeError:
@@ -48,6 +52,7 @@ def _load_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
     _search(str(file.parent))
+    _search(os.getcwd())  # also where no `python -m` has put it there
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
     with undo_on_error(partial(sys.modules.pop, name)):

@@ -128,7 +128,7 @@ class AgentFunction(WorkerKind):
     """A function of the user's that calls the endpoint itself; it returns what a reward function may, or None."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.agent = load(setup["path"])
+        self.agent = functools.partial(load(setup["path"]), **setup["args"])
 
     async def play(self, task: Task) -> dict[str, Any]:
         return {"reward": await called(self.agent, task)}

@@ -4,8 +4,9 @@ What joins a run has the checks of a start as well (`joining`).
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import msgspec
 
@@ -19,12 +20,13 @@ from areal_lora.config.sections import task as sections
 from areal_lora.errors import ConfigError, ConfigErrors
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import load_samples, reads_hub
+from areal_lora.tasks.judge import fields_of, fill
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.tasks.rewards import extract_answer, states_several
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.stored_samples import given_answer, indices_by_value, value_of
 from areal_lora.tasks.word_problems import Split
-from areal_lora.types import Outcome
+from areal_lora.types import Outcome, Sample
 
 
 def joining(config: Config, adapter: AdapterConfig, *, online: bool, resumed: bool = False) -> AdapterConfig:
@@ -101,14 +103,24 @@ def _problem(
                 reason = f"{what}, the first is {unread[0][-40:]!r}"
                 fix = f"choose math_verify or a reward of your own, or leave these rows out by {key}.keep"
                 return ConfigError(f"{place}.kind", reason, fix)
-        if isinstance(reward, sections.CodeReward):
+        if (read := _reader(reward, resumed)) is None:
+            continue
+        for sample in (sample for samples in loaded for sample in samples):
+            try:
+                read(sample)
+            except ValueError as error:
+                return ConfigError(place, f"{sample.uid}: {error}", "correct the row, or the names of the columns")
+    return None
+
+
+def _reader(reward: sections.RewardConfig, resumed: bool) -> Callable[[Sample], object] | None:
+    """What raises ValueError for a row without the columns that ``reward`` names, if it names any."""
+    match reward:
+        case sections.CodeReward():
             settings = msgspec.convert(reward.model_dump(), CodeSettings)
-            for sample in (sample for samples in loaded for sample in samples):
-                try:
-                    row_tests(sample.columns, settings)
-                except ValueError as error:
-                    fix = "correct the row, or the names of the columns"
-                    return ConfigError(place, f"{sample.uid}: {error}", fix)
+            return lambda sample: row_tests(sample.columns, settings)
+        case sections.JudgeReward(prompt=str(text)) | sections.ModelReward(input=str(text)) if not resumed:
+            return lambda sample: fill(text, fields_of("", sample.prompt, sample.answer, [], sample.columns))
     return None
 
 
@@ -116,7 +128,8 @@ ROWS = 4
 
 
 def reward_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
-    """Yield each reward function that cannot be loaded, or fails on the gold answers of all of the first ``ROWS`` rows.
+    """Yield each reward function that cannot be loaded, or fails on the gold answers of all of the first ``ROWS`` rows
+    of a set.
 
     Functions with a network are not called, because they may cost money. Nothing is checked where the run's scorer
     processes are of another machine or interpreter. Hub data sets are read only if ``online``. Raises
@@ -125,35 +138,52 @@ def reward_problems(config: Config, *, online: bool) -> Iterator[ConfigError]:
     if config.cluster.kind != "local" or config.cluster.controller_python is not None:
         return
     for i, adapter in enumerate(config.adapters):
-        if adapter.is_client or (reads_hub(adapter.task) and not online):
+        if adapter.is_client:
             continue
         checked = [
             (place, reward)
             for place, reward in sections.reward_keys(f"adapters.{i}.", adapter.reward)
             if isinstance(reward, sections.FunctionReward)
         ]
-        samples = load_samples(adapter.task, "train")[:ROWS] if checked else []
-        items = [ScoreItem.of(sample, sample.gold or "1", n_tokens=1, finish_reason="stop") for sample in samples]
+        sets = _first_rows(adapter, online) if checked else {}
         for place, reward in checked:
-            if (problem := _reward_problem(place, reward, items, alone=len(adapter.rewards) == 1)) is not None:
+            if (problem := _reward_problem(place, reward, sets, alone=len(adapter.rewards) == 1)) is not None:
                 yield problem
 
 
+def _first_rows(adapter: AdapterConfig, online: bool) -> dict[str, list[ScoreItem]]:
+    """Gold answers as completions, by the key of the set."""
+    chosen: list[tuple[str, sections.TaskConfig | None, Split]] = [("task.train", adapter.task, "train")]
+    if isinstance(adapter.task, sections.DatasetTask) and adapter.task.eval is not None:
+        chosen.append(("task.eval", adapter.task, "eval"))
+    chosen += [(f"evals.{j}.task", own.task, "eval") for j, own in enumerate(adapter.evals)]
+    return {
+        key: [
+            ScoreItem.of(sample, sample.gold or "1", n_tokens=1, finish_reason="stop")
+            for sample in load_samples(task, split)[:ROWS]
+        ]
+        for key, task, split in chosen
+        if task is not None and (online or not reads_hub(task))
+    }
+
+
 def _reward_problem(
-    place: str, reward: sections.FunctionReward, items: Sequence[ScoreItem], *, alone: bool
+    place: str, reward: sections.FunctionReward, sets: Mapping[str, Sequence[ScoreItem]], *, alone: bool
 ) -> ConfigError | None:
-    """The problem of the reward at ``place``; unless it is ``alone``, it need not apply to any of these rows."""
+    """The problem of the reward at ``place``; unless it is ``alone``, it need not apply to any row of a set."""
 
     async def scored() -> list[Score]:
         async with ScorerPool(reward) as pool:
-            return await pool.score([] if reward.network else items)
+            return await pool.score([] if reward.network else [item for items in sets.values() for item in items])
 
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has an event loop that runs
-            scores = thread.submit(asyncio.run, scored()).result()
+            scores = iter(thread.submit(asyncio.run, scored()).result())
     except ConfigError as error:
         return ConfigError(f"{place}.path", error.reason, error.fix)
-    if not scores or any(score.outcome is Outcome.OK or not (score.applies or alone) for score in scores):
-        return None
-    reason = f"it fails on the gold answers of the first {len(scores)} rows: {scores[0].detail}"
-    return ConfigError(f"{place}.path", reason, "correct the function")
+    for key, items in sets.items():
+        own = list(islice(scores, len(items)))
+        if own and not any(score.outcome is Outcome.OK or not (score.applies or alone) for score in own):
+            reason = f"it fails on the gold answers of the first {len(own)} rows of {key}: {own[0].detail}"
+            return ConfigError(f"{place}.path", reason, "correct the function, or the columns of the set")
+    return None

@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -45,7 +45,6 @@ log = get_logger(__name__)
 
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 HELD_OUT = 256  # rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``
-_PLACEHOLDER = re.compile(r"\\[A-Za-z]{2,}\*?\{[\w.]+\}|\{(\w+(?:\.\w+)*)\}")  # no group: a LaTeX argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +189,8 @@ def _from_datasets(source: RowSource) -> Iterator[Row]:
             f"{name}: not a file, and the hub did not give it: {reason} (fix: give a JSONL or parquet file, or check "
             "name, subset, split and network)"
         ) from error
-    return (
-        Row(place, _columns(place, values))
-        for index, values in enumerate(rows)
-        for place in [f"{name}[{source.split}][{index}]"]
-    )
+    places = (f"{name}[{source.split}][{index}]" for index in count())
+    return (Row(place, _columns(place, values)) for place, values in zip(places, rows, strict=False))
 
 
 def _plain(value: Any) -> Any:
@@ -330,7 +326,9 @@ def _column(row: Row, name: str, key: str) -> Any:
 def _text(row: Row, name: str, key: str) -> str:
     value = _column(row, name, key)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(row.place, f"no text in column {name!r}", f"remove the row, or set {key}")
+        holds_messages = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        fix = f"set task.columns.messages={name}" if holds_messages else f"remove the row, or set {key}"
+        raise ConfigError(row.place, f"no text in column {name!r}", fix)
     return value
 
 
@@ -340,7 +338,7 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
         prompt = _filled(how.template, row, columns.prompt)
         messages = [{"role": "user", "content": prompt}]
     elif how.is_chat:
-        prompt = "\n".join(str(m["content"]) for m in messages if m["role"] != "system")
+        prompt = "\n".join(m["content"] for m in messages if m["role"] != "system")
     else:
         raise ConfigError("task.format.kind", "messages need a chat template", "set task.format.kind=chat")
     answer = None if columns.answer is None else _column(row, columns.answer, "task.columns.answer (or null)")
@@ -351,6 +349,12 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
     return Sample(uid=uid, prompt=prompt, answer=answer, messages=tuple(messages), columns=row.values)
 
 
+def _placeholders(names: Iterable[str]) -> re.Pattern[str]:
+    """Those of words and dots, and ``names``, which may have blanks or hyphens. No group: an argument of LaTeX."""
+    name = "|".join([r"\w+(?:\.\w+)*", *map(re.escape, filter(None, names))])
+    return re.compile(rf"\\[A-Za-z]{{2,}}\*?\{{(?:[\w.]+|{name})\}}|\{{({name})\}}")
+
+
 def _filled(template: str, row: Row, prompt_column: str) -> str:
     """``template`` with the row's columns. Other braces stay, as do arguments of LaTeX commands: ``\\boxed{answer}``.
 
@@ -358,7 +362,8 @@ def _filled(template: str, row: Row, prompt_column: str) -> str:
     """
     values, wrong = dict[str, str](), ""
     known = list(dict.fromkeys(("prompt", *names_in(row.values))))
-    for name in filter(None, _PLACEHOLDER.findall(template)):
+    placeholders = _placeholders(known)
+    for name in filter(None, placeholders.findall(template)):
         if name in ("prompt", prompt_column):
             values[name] = _text(row, prompt_column, "task.columns.prompt")
         elif name in known:
@@ -370,7 +375,7 @@ def _filled(template: str, row: Row, prompt_column: str) -> str:
         fix = f"write one of {', '.join(f'{{{name}}}' for name in known)}"
         fix += f", or {{ {wrong} }} for text in braces" if wrong else ""
         raise ConfigError("task.format.template", reason, fix)
-    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
+    return placeholders.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
@@ -390,11 +395,12 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
     """
     how = task.format
     if isinstance(task, DatasetTask):
-        names, own = list(filter(None, _PLACEHOLDER.findall(how.template))), {"prompt", task.columns.prompt}
+        placeholders = _placeholders(own := {"prompt", task.columns.prompt})
+        names = list(filter(None, placeholders.findall(how.template)))
         if names and own.isdisjoint(names):
             reason = f"the prompt needs the column {names[0]!r}, too"
             raise ConfigError("task.format.template", reason, "use a server of `areal-lora serve` with whole prompts")
-        text = _PLACEHOLDER.sub(lambda match: text if match[1] in own else match[0], how.template)
+        text = placeholders.sub(lambda match: text if match[1] in own else match[0], how.template)
     elif not text.startswith("Q: "):
         text = f"Q: {text}\nA:"  # a generated word problem
     if not how.is_chat:

@@ -62,7 +62,6 @@ HIGHEST = 10.0  # of a score, from 0; it becomes reward 1
 # As text, JSON, or with marks of Markdown and LaTeX around the colon: **Score:** 9, Score: $\boxed{9}$.
 _SCORE = re.compile(r'score[\s"*_`]*[:=：][\s"*_`$\[(]*(?:\\boxed\{)?(-?[0-9]+(?:\.[0-9]+)?)', re.IGNORECASE)
 READ_CHARACTERS = 1 << 16  # of a reply's end
-_NAME = re.compile(r"\{(\w+)\}")
 
 
 class ServedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +115,7 @@ class LlmJudge:
     ) -> float:
         """The score of ``completion``, scaled to [0, 1]. Raises ApiFault, ValueError for a column that is not there."""
         self.client.costs["answers"] += 1
-        body = self._body(_fields(completion, prompt, answer, messages, columns))
+        body = self._body(fields_of(completion, prompt, answer, messages, columns))
         key = hashlib.sha256(f"{self._settings.url}\n{body}".encode()).hexdigest()
         known = None if self._cache is None else self._cache.get(key)
         if known is not None:
@@ -156,14 +155,14 @@ class LlmJudge:
         return content, read_score(content)
 
 
-def _fields(
-    completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: dict[str, Any]
+def fields_of(
+    completion: str, prompt: str, answer: Any, messages: list[dict[str, Any]], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a template may name."""
     parts = ((m["role"], part) for m in messages for part in (m["content"], m.get("tool_calls")) if part)
     lines = "\n".join(f"{role}: {_text(part)}" for role, part in parts)
     given = {"completion": completion, "prompt": prompt, "answer": gold_text(answer), "conversation": lines}
-    return columns | given
+    return {**columns, **given}
 
 
 def _text(value: Any) -> str:
@@ -178,7 +177,8 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
             raise ValueError(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
         return _text(fields[match[1]])
 
-    return _NAME.sub(value, template)
+    names = "|".join([r"\w+", *map(re.escape, filter(None, fields))])  # columns may have blanks or hyphens
+    return re.sub(rf"\{{({names})\}}", value, template)
 
 
 def read_score(text: str) -> float:
@@ -224,7 +224,7 @@ class RewardModel:
     ) -> float:
         """Raises ApiFault, ValueError for a column that is not there."""
         s = self._settings
-        text = None if s.input is None else fill(s.input, _fields(completion, prompt, answer, messages, columns))
+        text = None if s.input is None else fill(s.input, fields_of(completion, prompt, answer, messages, columns))
         body: dict[str, Any]
         if s.url.endswith("/score"):
             body = {"text_1": prompt, "text_2": completion if text is None else text}

@@ -121,16 +121,17 @@ def math_verify(completion: str, gold: Any) -> bool:
     r"""Return whether both state equal expressions, by the package math-verify (sympy).
 
     A text with ``#### x`` states x, as in GSM8K; in any other text math-verify searches for LaTeX (``\boxed{}``,
-    ``$...$``) and numbers. Both sides may use either form. The scorer process limits the time, not math-verify.
-    Raises ValueError if ``gold``, of any JSON type, states no readable expression.
+    ``$...$``) and numbers. Both sides may use either form. A list has alternatives. The scorer process limits the time,
+    not math-verify. Raises ValueError if ``gold``, of any JSON type, states no readable expression.
     """
     from math_verify import verify
 
-    expected = _expressions(text := gold_text(gold), whole=True)
-    if not expected:
-        raise ValueError(f"gold answer states no expression: {text[-80:]!r}")
+    golds = [_expressions(gold_text(one), whole=True) for one in (gold if isinstance(gold, list) else [gold])]
+    if not any(golds):
+        raise ValueError(f"gold answer states no expression: {gold_text(gold)[-80:]!r}")
+    how = {"timeout_seconds": None, "raise_on_error": True}
     stated = _expressions(completion, whole=False)
-    return bool(stated and _understood(verify, expected, stated, timeout_seconds=None, raise_on_error=True))
+    return any(stated and expected and _understood(verify, expected, stated, **how) for expected in golds)
 
 
 def _expressions(text: str, *, whole: bool) -> list[Any]:

@@ -15,7 +15,7 @@ import msgspec
 
 from areal_lora.config.sections.adapter import StagedDifficulty
 from areal_lora.errors import ConfigError
-from areal_lora.types import Sample, gold_text
+from areal_lora.types import Sample, content_text, gold_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,15 @@ def indices_by_value(samples: Sequence[Sample], chosen: StagedDifficulty) -> "di
 
 
 def chat_messages(value: Any, path: str, what: str) -> list[dict[str, Any]]:
-    """``value`` as agents' requests give it to chat templates: no key is null, arguments of calls are decoded.
+    """``value`` as agents' requests give it to chat templates: no key is null, arguments of calls are decoded, content
+    is text.
 
     Raises ConfigError, at ``path``, for what is no list of messages; ``what`` names it.
     """
+    if isinstance(value, str):
+        raise ConfigError(
+            path, f"{what} is text, not a list of messages", "name a list of objects, not their JSON text"
+        )
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise ConfigError(path, f"{what} holds no list of messages", "each has role and content")
     messages = [{key: part for key, part in message.items() if part is not None} for message in value]
@@ -135,6 +140,10 @@ def chat_messages(value: Any, path: str, what: str) -> list[dict[str, Any]]:
             message.setdefault("content", "")
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise ConfigError(path, f"{what}, message {i} lacks role or content", "write both, or remove the row")
+        try:
+            message["content"] = content_text(message["content"])
+        except ValueError as error:
+            raise ConfigError(path, f"{what}, message {i}: content: {error}", "remove the row") from None
     return messages
 
 
@@ -175,12 +184,10 @@ def given_answer(sample: Sample, column: str | None) -> list[dict[str, Any]]:
     before, roles = until_answer(messages), [message["role"] for message in messages]
     n = len(before)
     twice = next((i for i, pair in enumerate(pairwise(roles)) if pair == ("assistant", "assistant")), None)
-    wordless = next((i for i, m in enumerate(messages[n:], n) if not isinstance(m["content"], str)), None)
     for wrong, reason, fix in (
         (sample.messages is None, "holds messages, not text", "set task.format.kind=chat"),
         (roles[-1] != "assistant", "does not end with an answer of the assistant's", "remove what follows the last"),
         (twice is not None, f"has two messages of the assistant's in a row, from message {twice}", "make them one"),
-        (wordless is not None, f"has content that is no text in message {wordless}", "write it as one text"),
         (
             n and before != list(sample.messages or ())[-n:],
             "starts with other messages than the prompt's",

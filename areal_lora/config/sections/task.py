@@ -105,7 +105,9 @@ class WorkerWorkflowConfig(Section):
     env: str | list[str] | None = None
     """`file.py:Class` of an Environment (`multi_turn`) or a class with gymnasium's methods (`gym`), taskset
     (`verifiers`), or URL (`openenv`); URLs, or commands that start a server per sample (`mcp`)."""
-    args: dict[str, Any] = Field({}, description="Keys of the environment, arguments of its class, factory or `reset`.")
+    args: dict[str, Any] = Field(
+        {}, description="Keys of the environment, arguments of its class, factory, agent or `reset`."
+    )
     max_turns: PositiveInt | None = None
     """Largest number of model turns of an episode; if unset 8 (`multi_turn`) or no bound (`gym`, `mcp`, `openenv`)."""
     on_timeout: Literal["retry", "score"] = "retry"
@@ -134,6 +136,8 @@ class WorkerWorkflowConfig(Section):
             raise ValueError("kind openenv needs the URL of a server in env, such as http://127.0.0.1:8000")
         if self.on_timeout == "score" and self.kind == "custom":
             raise ValueError("kind custom has no part that could be scored: bound the time in its code")
+        if self.args and self.kind == "mcp":
+            raise ValueError("kind mcp has no args: write them into the commands of env")
         if self.max_turns and self.kind in ("agent", "custom", "verifiers"):
             raise ValueError(f"kind {self.kind} has turns of its own: bound them in its code, and leave max_turns out")
         if self.tool_parser and not self.calls_endpoint:

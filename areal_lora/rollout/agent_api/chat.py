@@ -13,10 +13,9 @@ import msgspec
 
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyStream, SamplingRequest, Spell, Turn
-from areal_lora.types import Generation
+from areal_lora.types import Generation, content_text
 
 T = TypeVar("T", bound=msgspec.Struct)
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _OF_PROVIDERS = ("web_search", "image_generation", "code_interpreter", "file_search", "local_shell")
 ROLES = {"developer": "system", "function": "tool"}
 
@@ -57,19 +56,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain(content: Any, at: str) -> str:
-    """Text of a message's content: of a text, of text parts, of nothing. Raises AgentRequestError."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise refuse(at, f"a text or a list of parts, not {type(content).__name__}")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise refuse(f"{at}[{i}]", f"a part of type {kind}; this model takes text parts only")
-        texts.append(text)
-    return "".join(texts)
+    """`content_text`; raises AgentRequestError."""
+    try:
+        return content_text(content)
+    except ValueError as error:
+        raise refuse(at, str(error)) from None
 
 
 def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:

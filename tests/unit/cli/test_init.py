@@ -53,6 +53,12 @@ def test_a_configuration_for_gpus_passes_it_too(data: Path, tmp_path: Path) -> N
     assert load_config([file]).cluster.device == "cuda"
 
 
+def test_a_reward_of_a_package_keeps_its_name(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    assert app.main(["init", str(file), *options(data, "mypkg.rewards:score"), "--device", "cpu"]) == 0
+    assert 'path: "mypkg.rewards:score"' in file.read_text()
+
+
 def test_a_reward_of_the_user_and_data_without_answers(data: Path, tmp_path: Path) -> None:
     reward = tmp_path / "my reward.py"
     reward.write_text("def score(completion, **_):\n    return 1.0\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_a_module_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "module_of_loading_test.py").write_text("def f(): return 3")
     monkeypatch.chdir(tmp_path)
     assert load_import_path("module_of_loading_test:f")() == 3
+
+
+def test_a_file_may_import_the_package_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console script has neither this folder nor the package's in sys.path."""
+    package = tmp_path / "package_of_loading_test"
+    package.mkdir()
+    (package / "helpers.py").write_text("VALUE = 5")
+    (package / "own.py").write_text("from package_of_loading_test.helpers import VALUE")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
+    assert load_import_path("package_of_loading_test/own.py:VALUE") == 5
+    (package / "relative.py").write_text("from .helpers import VALUE")
+    with pytest.raises(ConfigError, match=r"relative import.*fix: .*name it package\.module:name"):
+        load_import_path("package_of_loading_test/relative.py:VALUE")
+    assert load_import_path("package_of_loading_test.relative:VALUE") == 5
 
 
 def test_errors_name_the_path_and_what_failed(tmp_path: Path) -> None:

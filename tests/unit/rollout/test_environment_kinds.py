@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.rollout.conversations import Reply
 from areal_lora.rollout.environment_child import plain
 from areal_lora.rollout.environment_kinds import (
+    AgentFunction,
     Chat,
     Gym,
     Mcp,
@@ -186,6 +188,28 @@ def test_an_episode_that_ends_with_its_last_turn_is_not_cut_off(monkeypatch: pyt
         SimpleNamespace(sample=SimpleNamespace(), seed=1)
     )
     assert asyncio.run(played) == {"reward": 1.0, "finish_reason": ""}
+
+
+async def waiting(task: SimpleNamespace, *, factor: float = 1.0) -> float:
+    await asyncio.sleep(0)
+    return float(task.seed * factor)
+
+
+def blocking(task: SimpleNamespace, *, factor: float = 1.0) -> float:
+    return float(task.seed * factor)
+
+
+@pytest.mark.parametrize("name", ["waiting", "blocking"])
+def test_an_agent_gets_the_configured_arguments(name: str) -> None:
+    agents = [AgentFunction({"path": f"{__name__}:{name}", "args": args}) for args in ({}, {"factor": 2.5})]
+    played = [asyncio.run(agent.play(SimpleNamespace(seed=2))) for agent in agents]
+    assert played == [{"reward": 2.0}, {"reward": 5.0}]
+
+
+def test_arguments_of_mcp_servers_are_refused() -> None:
+    values = {"kind": "mcp", "env": ["python tools.py"], "args": {"depth": 2}}
+    with pytest.raises(ValueError, match="kind mcp has no args"):
+        WorkerWorkflowConfig.model_validate(values)
 
 
 def test_cancelled_work_that_no_thread_has_started_is_not_waited_for() -> None:

@@ -150,6 +150,16 @@ def test_a_field_of_an_object_fills_a_template(tmp_path):
     assert [s.prompt for s in made] == [r"one (carry {level}) \boxed{x.y}"]
 
 
+def test_a_placeholder_is_any_column_of_the_row(tmp_path):
+    rows = [
+        {"Task Id": "a-1", "Problem (raw)": "one", "meta": {"sub-topic": "x", "level": 1}, "": "nameless", "A.B": 2}
+    ]
+    text = r"{Task Id} {prompt} {meta.sub-topic}, {meta.level} {A.B} {} {Task} {task-id} \boxed{Task Id}"
+    fields = {"columns": {"prompt": "Problem (raw)", "answer": None}, "format": {"template": text}}
+    made = load_samples(general(tmp_path, rows, **fields), "train")
+    assert made[0].prompt == r"a-1 one x, 1 2 {} {Task} {task-id} \boxed{Task Id}"
+
+
 def test_arguments_of_latex_commands_and_names_in_spaces_stay_beside_columns_of_almost_that_name(tmp_path):
     rows = [{**row, "answers": ["4"], "case": "4", "answer": "4"} for row in ROWS]
     text = r"\boxed{answer} \boxed{answers.x} \begin{cases} \operatorname*{case} { solutions }"
@@ -279,7 +289,7 @@ def test_a_file_of_one_problem_is_trained_on(tmp_path):
         ),
         ({"columns": {"prompt": "problem"}}, r"no column 'answer' .*task.columns.answer \(or null\)"),
         ({"columns": {"prompt": "level", "answer": None}}, "no text in column 'level'"),
-        ({"columns": {"messages": "problem", "answer": None}, "format": {"kind": "chat"}}, "holds no list of messages"),
+        ({"columns": {"messages": "problem", "answer": None}, "format": {"kind": "chat"}}, "not a list of messages"),
         ({"format": {"kind": "template", "template": "plain"}}, r"task.format.template: names no column"),
         ({"where": {"lvl": 1}}, "no column 'lvl' .*task.where"),
     ],

@@ -21,6 +21,10 @@ def test_each_task_writes_its_own_prompt() -> None:
         train="x.jsonl", columns=Columns(prompt="a.b"), format=PromptFormat(template="{a.b}! {prompt}")
     )
     assert typed_sample(nested, "go").prompt == "go! go"
+    blank = DatasetTask(
+        train="x.jsonl", columns=Columns(prompt="the text"), format=PromptFormat(template="<{the text}>")
+    )
+    assert typed_sample(blank, "go").prompt == "<go>"
 
 
 def test_a_chat_has_its_system_prompt_and_the_turns_before() -> None:

@@ -293,5 +293,6 @@ def test_no_score(text):
 
 def test_a_template_is_filled_once():
     assert fill("{a}{b} {", {"a": "{b}", "b": [1]}) == "{b}[1] {"
+    assert fill("{Task Id}-{a-b} {c d} {}", {"Task Id": "{a-b}", "a-b": 1, "": 2}) == "{a-b}-1 {c d} {}"
     with pytest.raises(ValueError, match=r"names \{c\}, the columns are: a"):
         fill("{c}", {"a": 1})

@@ -51,6 +51,27 @@ def test_equal(completion, gold):
 
 
 @pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (["5", "7"], ["5", "7", "7.0"], ["9", "57", "(5,7)"]),
+        (["$5$", "$7$"], ["5", "7"], ["6"]),
+        ([r"\frac{1}{2}", 0.25, "#### 3"], ["0.5", "1/4", "3"], ["1", "2"]),
+        (["", "5"], ["5"], ["0"]),
+        (["12"], ["12"], ["2"]),
+    ],
+)
+def test_a_list_of_gold_answers_has_alternatives(gold, right, wrong):
+    assert [math_verify(rf"\boxed{{{text}}}", gold) for text in right + wrong] == [
+        *map(right.__contains__, right + wrong)
+    ]
+
+
+def test_a_list_without_an_expression_is_no_gold_answer():
+    with pytest.raises(ValueError, match="gold answer states no expression"):
+        math_verify("5", [])
+
+
+@pytest.mark.parametrize(
     ("completion", "gold"),
     [
         ("#### 8", "3+4=7\n#### 7"),

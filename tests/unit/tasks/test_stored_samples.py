@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from areal_lora.config.sections.task import DatasetTask
+from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples
+from areal_lora.tasks.stored_samples import Row, StoredRows, StoredSamples, given_answer
 from areal_lora.types import Sample
 
 VALUES: list[dict[str, Any]] = [
@@ -52,6 +53,47 @@ def test_samples_are_the_chosen_rows_in_their_order() -> None:
 
 def task_of(path: Path, **fields: Any) -> DatasetTask:
     return DatasetTask.model_validate({"train": str(path), **fields})
+
+
+CHAT = {"columns": {"messages": "prompt", "answer": None}, "format": {"kind": "chat"}}
+
+
+def chat_file(path: Path, prompt: Any) -> DatasetTask:
+    path.write_text(json.dumps({"prompt": prompt}) + "\n")
+    return task_of(path, eval=str(path), **CHAT)
+
+
+def test_text_parts_of_messages_are_joined_for_template_reward_and_given_answer(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "1?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "2"}]}
+    task = chat_file(tmp_path / "rows.jsonl", [{"role": "user", "content": parts}, answer])
+    (sample,) = load_samples(task, "train")
+    assert (sample.prompt, sample.messages) == ("1+1?", ({"role": "user", "content": "1+1?"},))
+    assert given_answer(sample, "prompt") == [{"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"type": "text", "text": "1?"}, {"type": "image_url"}], "part 1 is of type image_url"),
+        (["1?"], "part 0 is of type str"),
+        ({"text": "1?"}, "type dict, not a text or a list of parts"),
+    ],
+)
+def test_other_content_of_messages_is_refused_with_its_row(tmp_path: Path, content: Any, words: str) -> None:
+    task = chat_file(path := tmp_path / "rows.jsonl", [{"role": "user", "content": content}])
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_samples(task, "train")
+    assert caught.value.path == f"{path}:1"
+
+
+def test_the_fix_for_messages_in_the_wrong_place_or_form(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1?"}]
+    task = chat_file(tmp_path / "rows.jsonl", turns)
+    with pytest.raises(ConfigError, match=r"set task\.columns\.messages=prompt"):
+        load_samples(task_of(tmp_path / "rows.jsonl", eval=task.eval), "train")
+    with pytest.raises(ConfigError, match="'prompt' is text, not a list of messages"):
+        load_samples(chat_file(tmp_path / "rows.jsonl", json.dumps(turns)), "train")
 
 
 def test_the_same_rows_are_stored_once_and_others_apart(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_arguments_that_no_reward_could_get_stay_text() -> None:
         ([*said("6"), TURNS[0]], "does not end with an answer of the assistant's"),
         ([TURNS[0]], "does not end with an answer of the assistant's"),
         ([{"role": "user", "content": "4+?"}, *said("7")], "starts with other messages than the prompt"),
-        ([{"role": "assistant", "content": [{"type": "text", "text": "7"}]}], "content that is no text in message 0"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "message 0: content: part 0 is of type image"),
         ([{"role": "assistant", "tool_calls": ["add"]}], "message 0: tool_calls are no calls"),
         (["7"], "holds no list of messages"),
         ([], "holds no list of messages"),
