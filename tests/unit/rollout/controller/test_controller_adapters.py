@@ -18,6 +18,7 @@ from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.evaluation import EvalPlaces
@@ -352,6 +353,56 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             stuck.set()
             assert await slow == m.StaleSession()
         assert closed == ["third", "busy", "slow", "busy"]
+
+    in_virtual_time(run())
+
+
+def test_episodes_start_again_only_once_a_server_holds_a_version_of_their_adapter() -> None:
+    """A server has restarted; it announces another adapter's version first, this one's a minute later."""
+    router, tries = Router(), list[float]()
+
+    class Episodes:
+        async def run(self, prompt: Any, ref: AdapterRef, seed: int) -> Any:
+            tries.append(asyncio.get_running_loop().time())
+            if not router.holds(ref):
+                raise GenerationFault(FaultKind.RETIRED, f"no rollout server holds {ref}")
+            await asyncio.sleep(1000)
+
+    def runtime(name: str) -> AdapterRuntime:
+        made, _, _ = feed(file=LedgerFile(":memory:", "t"), version=None, b=1, eta=0)
+        made.name = name
+        places: Any = SimpleNamespace(places=EvalPlaces(0))
+        capacity = Capacity(sequences=8, n_samples=2)
+        return AdapterRuntime(
+            feed=made, tasks={}, workflow=Episodes(), evaluator=places, seed=0, capacity=capacity, weight=1.0
+        )
+
+    async def run() -> None:
+        unused: Any = None
+        adapters = {name: runtime(name) for name in (NAME, "other")}
+        async with asyncio.TaskGroup() as tasks:
+            one = Controller(adapters, router, tasks=tasks, stop=asyncio.Event(), open_adapter=unused)
+            hello = m.Hello(trainer="t", versions=dict.fromkeys(adapters, 0), snapshots={})
+            session = (await one.handle(hello)).session  # type: ignore[union-attr]
+            adapters["other"].paused = True
+
+            async def announce(name: str, port: int) -> None:
+                servers = {"server-0": f"http://none:{port}"}
+                await one.handle(m.AnnounceVersion(session=session, adapter=name, version=0, servers=servers))
+
+            await announce("other", 1)
+            router.announce(AdapterRef(name=NAME, version=0), {"server-0": "http://none:1"})
+            await announce("other", 2)
+            adapters[NAME].feed.announce(0)
+            one._admission.admit()
+            await asyncio.sleep(60)
+            before = len(tries)
+            await announce(NAME, 2)
+            await asyncio.sleep(1)
+            assert (before, len(tries)) == (1, 2)
+            await one.handle(m.EndAdapter(session=session, adapter=NAME))
+            for task in list(adapters[NAME].tasks.values()):
+                task.cancel()
 
     in_virtual_time(run())
 
