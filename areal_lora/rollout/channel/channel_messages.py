@@ -241,6 +241,10 @@ class Batch(ChannelMessage, frozen=True):
     dropped: tuple[DroppedGroup, ...] = ()
     moved: dict[str, tuple[int, int]] = {}
 
+    def recorded(self) -> "Batch":
+        """See `TokenColumns.recorded`. Dropped groups come so."""
+        return msgspec.structs.replace(self, groups=tuple(group.recorded() for group in self.groups))
+
 
 class Lacking(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch of ``adapter`` lacks, in groups; ``note`` names a likely reason."""

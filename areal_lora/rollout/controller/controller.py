@@ -320,6 +320,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
     lease = runtime.feed.take(step)
     if lease is None:
         return None
+    dropped = runtime.feed.take_dropped()
     return m.Batch(
         adapter=runtime.feed.name,
         step=step,
@@ -331,7 +332,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
         reward_costs=runtime.take_costs(),
         events=(),
         snapshot=lease.snapshot,
-        dropped=runtime.feed.take_dropped() if runtime.texts else (),
+        dropped=dropped if runtime.texts else (),
     )
 
 

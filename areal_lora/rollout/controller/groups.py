@@ -184,7 +184,7 @@ class FailureStreak:
 
 
 def dropped(ticket: Ticket, reason: str, episode: Episode) -> DroppedGroup:
-    return DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode))
+    return DroppedGroup(reason=reason, group=episode.group.recorded(), text=group_text(ticket, episode))
 
 
 class GroupPool:

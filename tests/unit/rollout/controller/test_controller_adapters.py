@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import in_virtual_time, wait_until
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.helpers import NAME, CharTokenizer, feed
+from tests.support.rollout.helpers import NAME, CharTokenizer, admit_all, episode, feed
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
@@ -355,6 +356,21 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
         assert closed == ["third", "busy", "slow", "busy"]
 
     in_virtual_time(run())
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_dropped_groups_are_let_go_of_at_each_step_also_where_no_rollout_is_kept(texts: bool) -> None:
+    made, _, _ = feed(eta=0, b=2, drop_uniform=True)
+    made.announce(0)
+    for unequal in (False, True):
+        for ticket in admit_all(made):
+            answered = episode(ticket.prompt, 0)
+            rewarded = tuple(replace(t, reward=i * unequal) for i, t in enumerate(answered.group.trajectories))
+            made.finish(ticket, replace(answered, group=replace(answered.group, trajectories=rewarded)))
+    runtime: Any = SimpleNamespace(failure=None, feed=made, texts=texts, take_costs=dict)
+    batch = controller_module._take(runtime, 0)
+    assert isinstance(batch, m.Batch)
+    assert (len(batch.groups), len(batch.dropped), made.take_dropped()) == (2, 2 * texts, ())
 
 
 def test_episodes_start_again_only_once_a_server_holds_a_version_of_their_adapter() -> None:
