@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +303,10 @@ class TrajectoryGroup:
     uid: str  # "<epoch>:<sample uid>"
     trajectories: tuple[Trajectory, ...]
     baseline: float | None = None
+
+    def recorded(self) -> TrajectoryGroup:
+        """See `TokenColumns.recorded`."""
+        return replace(self, trajectories=tuple(replace(t, columns=t.columns.recorded()) for t in self.trajectories))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

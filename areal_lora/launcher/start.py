@@ -322,17 +322,21 @@ def check_no_job(folder: RunFolder) -> None:
 def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
     """Warn of prompts that are all longer than the room beside an answer, and of few different ones.
 
+    Adapters whose prompts another one has, without a warning, are left out.
+
     Hub data sets are read only if ``online``. The tasks must have passed `task_problems`.
     """
+    good = set[str]()
     for i, adapter in enumerate(config.adapters):
-        if adapter.is_client or (reads_hub(adapter.task) and not online):
+        room = config.rollout.max_model_len - adapter.sampling.max_new_tokens
+        checked = repr((adapter.task, room))
+        if adapter.is_client or (reads_hub(adapter.task) and not online) or checked in good:
             continue
         samples = load_samples(adapter.task, "train")
         different = len({hash(sample.prompt) for sample in samples})
-        if different <= len(samples) // 2:
+        if few := different <= len(samples) // 2:
             reason = f"{len(samples)} training rows have {different} different prompt{'s' * (different != 1)}"
             yield warning(f"adapters.{i}.task", reason, "check task.columns.prompt and the template")
-        room = config.rollout.max_model_len - adapter.sampling.max_new_tokens
         if not _one_fits(config, adapter, samples, room):
             yield warning(
                 "rollout.max_model_len",
@@ -340,6 +344,8 @@ def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
                 "the answer: the run would end at its start",
                 "raise it, or lower sampling.max_new_tokens",
             )
+        elif not few:
+            good.add(checked)
 
 
 def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample], room: int) -> bool:

@@ -241,8 +241,9 @@ class CompletionClient:
         read = _decoded(Completion) if streamed is None else streamed.read
         try:
             completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
-        except GenerationFault as fault:  # a conversation's version may have left before the router knew
-            if fault.kind is not FaultKind.RETIRED or self.home is None or (other := self.newest(ref)) == ref:
+        except GenerationFault as fault:  # a conversation's version may have left its server before the router knew
+            other = self.newest(ref)
+            if fault.kind is not FaultKind.RETIRED or self.home is None or not self.router.holds(other):
                 raise
             return await self.complete(other, request, timeout_s, streamed)
         choices = sorted(completion.choices, key=lambda choice: choice.index)

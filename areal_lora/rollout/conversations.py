@@ -162,7 +162,7 @@ async def repeated(tried: Callable[[int], Awaitable[T]], seed: int, uid: str) ->
 
     It is a new session, since what the lost one sampled is not trained on. Where the answers may be at fault, as for a
     time-out, it has another seed than ``seed``. A second fault is its group's, as is the first of code that would fail
-    again.
+    again, or of a version that no server holds.
     """
     failed = False
     for _ in range(SAMPLE_TRIES - 1):
@@ -170,7 +170,7 @@ async def repeated(tried: Callable[[int], Awaitable[T]], seed: int, uid: str) ->
             return await tried(seed)
         except GenerationFault as fault:
             if not isinstance(fault, WorkerLost):
-                if failed or not fault.retryable or fault.cause is Cause.CODE:
+                if failed or not fault.retryable or fault.cause is Cause.CODE or fault.kind is FaultKind.RETIRED:
                     raise
                 failed, seed = True, derived_seed(seed, "again") if fault.resample else seed
             log.warning("sample %s is repeated: %s", uid, fault)

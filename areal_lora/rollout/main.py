@@ -214,7 +214,8 @@ async def serve(
         max_lag=rollout.max_staleness if rollout.in_flight_policy == "finish" else 0,
     )
     async with AsyncExitStack() as stack:
-        ledger = LedgerFile(run_folder.ledger, config.run.name)
+        routes = config.behaviour.router_replay == "rollout"  # megabytes of a group
+        ledger = LedgerFile(run_folder.ledger, config.run.name, page_bytes=65536 if routes else 4096)
         stack.callback(ledger.close)
         stack.callback(write_counts, run_folder, ledger)
         client = await stack.enter_async_context(CompletionClient(router, secret))

@@ -138,6 +138,10 @@ class Router:
         """Of `obs.machine`. Callable from any thread."""
         return {"sequences_outstanding": sum(server.outstanding for server in list(self.servers.values()))}
 
+    def holds(self, ref: AdapterRef) -> bool:
+        """Whether a server holds exactly this version."""
+        return bool(self._holders.get(ref.name, {}).get(ref))
+
     def newest(self, ref: AdapterRef, home: Home | None = None) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds, or that of the conversation at ``home``.
 

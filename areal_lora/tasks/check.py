@@ -47,17 +47,23 @@ def joining(config: Config, adapter: AdapterConfig, *, online: bool, resumed: bo
 
 
 def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Iterator[ConfigError]:
-    """Yield the first problem of each adapter's task. Hub data sets are read, and downloaded, only if ``online``.
+    """Yield the first problem of each adapter's task; tasks are read once where they have none.
+
+    Hub data sets are read, and downloaded, only if ``online``.
 
     Where a run is ``resumed`` its rows stay as they are: gold answers without a single number are no problem then.
 
     Raises EnvironmentError_ if a hub data set or a package is not available.
     """
+    good = set[str]()
     for i, adapter in enumerate(config.adapters):
         own: list[tuple[str, sections.TaskConfig, tuple[Split, ...]]] = [("task", adapter.task, ("train", "eval"))]
         sets = [(f"evals.{j}.task", chosen.task) for j, chosen in enumerate(adapter.evals)]
         for key, task, splits in own + [(key, task, ("eval",)) for key, task in sets if task is not None]:
             if isinstance(task, sections.WordProblemsTask) or (reads_hub(task) and not online):
+                continue
+            checked = repr((task, splits, adapter.reward, adapter.sft, adapter.sampling.staged))
+            if checked in good:
                 continue
             problem = _problem(f"adapters.{i}", key, task, splits, adapter, resumed)
             if problem is None and key == "task" and (adapter.sft.steps or adapter.sampling.staged is not None):
@@ -71,6 +77,8 @@ def task_problems(config: Config, *, online: bool, resumed: bool = False) -> Ite
                     problem = ConfigError(f"adapters.{i}.{error.path}", error.reason, error.fix)
             if problem is not None:
                 yield problem
+            else:
+                good.add(checked)
 
 
 def _problem(
@@ -160,7 +168,7 @@ def _first_rows(adapter: AdapterConfig, online: bool) -> dict[str, list[ScoreIte
     return {
         key: [
             ScoreItem.of(sample, sample.gold or "1", n_tokens=1, finish_reason="stop")
-            for sample in load_samples(task, split)[:ROWS]
+            for sample in load_samples(task, split, first=ROWS)
         ]
         for key, task, split in chosen
         if task is not None and (online or not reads_hub(task))

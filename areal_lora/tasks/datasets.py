@@ -216,16 +216,22 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def load_samples(task: TaskConfig, split: Split, folder: Path | None = None) -> Sequence[Sample]:
+def load_samples(
+    task: TaskConfig, split: Split, folder: Path | None = None, first: int | None = None
+) -> Sequence[Sample]:
     """Return all problems of one split, in a fixed order with stable uids; rows are kept in a file in ``folder``.
+    With ``first`` only so many of the split's file, which is read no further: held-out ones may be among them.
 
     Raises ConfigError for a missing file or column, a bad row (``file:line``), a bad template or an answer of the
     wrong kind; EnvironmentError_ if a hub data set or a package is not available.
     """
     if isinstance(task, DatasetTask):
-        return _problems(task, split, folder)
+        if first is None:
+            return _problems(task, split, folder)
+        rows = islice(_kept(task, read_rows(_source(task, split))), first)
+        return [_problem(task, split, index, row) for index, row in enumerate(rows)]
     size = task.n_train if split == "train" else task.n_eval
-    return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)]
+    return [word_problem(0, split, index, long=task.level == "three_step") for index in range(size)][:first]
 
 
 def reads_hub(task: TaskConfig) -> bool:
@@ -243,8 +249,8 @@ def _source(task: DatasetTask, split: Split) -> RowSource:
     )
 
 
-_stored = WeakValueDictionary[Hashable, StoredRows]()
-"""Rows that another split or adapter of this process holds: the same file, unchanged, and the same rows of it."""
+_stored, _checked = WeakValueDictionary[Hashable, StoredRows](), WeakValueDictionary[Hashable, StoredSamples]()
+"""What another adapter of this process holds: the same rows of the same file, unchanged, and a task's samples of it."""
 
 
 def _rows(task: DatasetTask, source: RowSource, folder: Path | None) -> StoredRows:
@@ -262,6 +268,9 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
     """Raises ConfigError where there is none, and for the first row that is no problem."""
     source = _source(task, split)
     rows = _rows(task, source, folder)
+    key = (rows, split, task.model_dump_json())
+    if (found := _checked.get(key)) is not None:
+        return found
     every = StoredSamples(rows, range(len(rows)), lambda index, row: _problem(task, split, index, row))
     indices: Iterable[int] = every.indices
     if task.eval is None and len(rows):
@@ -282,9 +291,8 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
     most = task.n_train if split == "train" else task.n_eval
-    made = StoredSamples(rows, islice(indices, most), every.sample_of)
-    for _ in made:  # raises for the first bad row
-        pass
+    made = _checked[key] = StoredSamples(rows, islice(indices, most), every.sample_of)
+    sum(1 for _ in made)  # raises for the first bad row
     return made
 
 

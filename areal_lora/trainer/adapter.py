@@ -145,7 +145,7 @@ PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 
 
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
-    """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers.
+    """The fixed sequences of the truth check (contract C6): the first problems with their gold answers.
 
     Without a task, any tokens; and in place of a problem of less than two tokens, whose text others write. No two start
     with the same token: experts that are equally good for a common start would be a tie in each of them (`probe.TIES`).
@@ -155,7 +155,7 @@ def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer)
     texts: TokenRows = [[]] * PROBE_SEQUENCES
     if not adapter.is_client:
         # Without the chat template: sequences that start with one system prompt would test the same tokens.
-        samples = load_samples(adapter.task, "eval")[:PROBE_SEQUENCES]
+        samples = load_samples(adapter.task, "eval", first=PROBE_SEQUENCES)
         texts = [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False) for s in samples]
     rows: TokenRows = []
     for text in texts:

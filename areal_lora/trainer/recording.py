@@ -116,7 +116,7 @@ class Recorder:
 
     def batch(self, batch: Batch) -> None:
         """Take a batch that is consumed; it goes into the record of its step."""
-        self._batches[batch.adapter] = batch, step_metrics.of_rollouts(batch)
+        self._batches[batch.adapter] = batch.recorded(), step_metrics.of_rollouts(batch)
 
     def evaluation(self, record: records.EvalRecord) -> None:
         self._writer.write(record)

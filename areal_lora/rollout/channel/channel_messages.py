@@ -21,7 +21,7 @@ PROTOCOL = 16
 WIRE = Wire(
     server="controller",
     client="trainer",
-    max_request_bytes=64 << 20,  # the longest is a greeting with the ledger's snapshots
+    max_request_bytes=1 << 30,  # a greeting with the ledger's snapshots: 8 bytes of each prompt that has a solved share
     max_reply_bytes=2 * PART_BYTES,  # of a part: a batch, with routes 392 bytes a token, is as long as its step
 )
 
@@ -240,6 +240,10 @@ class Batch(ChannelMessage, frozen=True):
     reward_costs: dict[str, float] = {}
     dropped: tuple[DroppedGroup, ...] = ()
     moved: dict[str, tuple[int, int]] = {}
+
+    def recorded(self) -> "Batch":
+        """See `TokenColumns.recorded`. Dropped groups come so."""
+        return msgspec.structs.replace(self, groups=tuple(group.recorded() for group in self.groups))
 
 
 class Lacking(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,7 +60,7 @@ class Controller:
         self._moved: dict[str, tuple[int, int]] = {}  # of that evaluation
         self._admission = Admission(adapters)
         for runtime in adapters.values():
-            runtime.start = self._start
+            runtime.start, runtime.served = self._start, self._served
 
     def _start(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         def ended(task: asyncio.Task[None]) -> None:
@@ -69,6 +69,9 @@ class Controller:
 
         runtime.tasks[ticket.seq] = task = self._tasks.create_task(self._roll_out(runtime, ticket))
         task.add_done_callback(ended)
+
+    def _served(self, adapter: str) -> bool:
+        return self._router.holds(self._router.newest(AdapterRef(name=adapter, version=0)))
 
     async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         try:
@@ -182,7 +185,7 @@ class Controller:
                 runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
                 if self._router.servers:
                     runtime.resize(len(self._router.servers))
-                runtime.start = self._start
+                runtime.start, runtime.served = self._start, self._served
                 self._joined[name] = self._adapters[name] = runtime
                 self._admission.add(name, runtime)
                 log.info("%s joins at version %d", name, request.version)
@@ -317,6 +320,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
     lease = runtime.feed.take(step)
     if lease is None:
         return None
+    dropped = runtime.feed.take_dropped()
     return m.Batch(
         adapter=runtime.feed.name,
         step=step,
@@ -328,7 +332,7 @@ def _take(runtime: AdapterRuntime, step: int) -> m.Batch | m.AdapterFailed | Non
         reward_costs=runtime.take_costs(),
         events=(),
         snapshot=lease.snapshot,
-        dropped=runtime.feed.take_dropped() if runtime.texts else (),
+        dropped=dropped if runtime.texts else (),
     )
 
 

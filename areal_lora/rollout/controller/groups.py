@@ -126,9 +126,9 @@ def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple
     """The failed tries after ``failed`` and ``failure``, and the wait before the next one; None: the group is dropped.
 
     A request that no server had does not count: the group waits for a server, which may load a model for hours; the
-    launcher restarts servers, and ends the run when they cannot be. So it waits for what user code connects to, with a
-    pause that grows with the outage, but does not count only for the first ``UNSERVED_S``. What user code fails
-    on by itself has ``CODE_TRIES`` without growing pauses.
+    launcher restarts servers, and ends the run when they cannot be. So it waits for what user code connects to, but
+    does not count only for the first ``UNSERVED_S``. The pause grows with the outage. What user code fails on by itself
+    has ``CODE_TRIES`` without growing pauses.
     """
     counts = not failure.unserved or (failure.cause is Cause.UNREACHABLE and unserved_s > UNSERVED_S)
     failed += counts
@@ -137,8 +137,7 @@ def decide(failure: GenerationFault, *, failed: int, unserved_s: float) -> tuple
         return failed, None
     if counts:
         return failed, BACK_OFF_S if by_code else back_off_s(failed)
-    longer_s = unserved_s / 2 if failure.cause is Cause.UNREACHABLE else 0.0
-    return failed, min(max(UNSERVED_WAIT_S, longer_s), MAX_BACK_OFF_S)
+    return failed, min(max(UNSERVED_WAIT_S, unserved_s / 2), MAX_BACK_OFF_S)
 
 
 def back_off_s(failed: int) -> float:
@@ -185,7 +184,7 @@ class FailureStreak:
 
 
 def dropped(ticket: Ticket, reason: str, episode: Episode) -> DroppedGroup:
-    return DroppedGroup(reason=reason, group=episode.group, text=group_text(ticket, episode))
+    return DroppedGroup(reason=reason, group=episode.group.recorded(), text=group_text(ticket, episode))
 
 
 class GroupPool:

@@ -76,7 +76,8 @@ class Claim:
 class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
-    ``start``, the controller's, creates the task of a group. ``tasks`` are by seq; the feed cancels those whose answers
+    ``start``, the controller's, creates the task of a group; ``served`` is whether a server holds a version of the
+    adapter of a name. ``tasks`` are by seq; the feed cancels those whose answers
     are not needed any more. ``close`` ends the scorers of one that joins. ``seed`` is the adapter's. ``take_costs``
     returns what the rewards spent since its last call. ``failure`` is why its rollouts have ended, None while they
     have not. While ``paused`` no group is issued. Batches have texts if ``texts``. ``lengths`` are those of a group's
@@ -98,6 +99,7 @@ class AdapterRuntime:
     take_costs: Callable[[], dict[str, float]] = dict
     close: Callable[[], Awaitable[None]] = field(init=False)
     start: "Callable[[AdapterRuntime, Ticket], None]" = field(init=False)
+    served: Callable[[str], bool] = field(init=False)
 
     def resize(self, servers: int) -> None:
         """Run as much at once as ``servers`` servers take. Groups that run already are not cut off."""
@@ -158,11 +160,12 @@ class AdapterRuntime:
 
     async def roll_out(self, ticket: Ticket) -> None:
         """Request one issued group until it is ready or dropped. Cancelled when the group has become too old."""
-        feed = self.feed
+        feed, retired = self.feed, False
         back_off_s: float | None = 0.0
         while back_off_s is not None:
             await asyncio.sleep(back_off_s)
-            ref = feed.begin(ticket)
+            # Each try of an episode starts its environments again.
+            ref = feed.begin(ticket) if not retired or self.served(feed.name) else None
             if ref is None:
                 back_off_s = NO_VERSION_WAIT_S
                 continue
@@ -175,6 +178,7 @@ class AdapterRuntime:
                     raise GenerationFault(FaultKind.SCORER, f"{bad.outcome}: {bad.detail}", bad.cause)
             except GenerationFault as fault:
                 back_off_s = feed.retry(ticket, fault, episode)
+                retired = fault.kind is FaultKind.RETIRED
             else:
                 if self.lengths is not None:
                     self.capacity.answered(self.lengths(episode))

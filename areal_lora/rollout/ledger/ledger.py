@@ -129,8 +129,8 @@ class LedgerFile:
     ``ledgers`` by adapter; a flush writes the heads of those that have ``changed`` since the last one.
     """
 
-    def __init__(self, path: Path | str, run: str) -> None:
-        """Open or create.
+    def __init__(self, path: Path | str, run: str, *, page_bytes: int = 4096) -> None:
+        """Open, or create with pages of ``page_bytes``.
 
         A damaged file is moved aside, with a warning; the trainer's greeting then brings the snapshot to
         rebuild from. Raises ConfigError for another schema. ``run`` is not compared: a run folder may be renamed.
@@ -140,7 +140,7 @@ class LedgerFile:
         self.changed = set[str]()
         self.broken = False
         try:
-            self._db = _open(self.path, run)
+            self._db = _open(self.path, run, page_bytes)
         except sqlite3.OperationalError as error:
             fix = "end the process that has it open; the lock of a machine that died is released when it is up again"
             raise _kind(error)(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
@@ -149,7 +149,7 @@ class LedgerFile:
             log.warning(
                 "%s is damaged (%s): moved to %s, to be rebuilt from the checkpoint's snapshot", path, error, aside.name
             )
-            self._db = _open(self.path, run)
+            self._db = _open(self.path, run, page_bytes)
 
     def read_head(self, adapter: str) -> Head | None:
         """The head of the last flush; None where the file does not have ``adapter``."""
@@ -193,8 +193,8 @@ def _kind(error: sqlite3.Error) -> type[LedgerError]:
     return LedgerDiskError if full else LedgerError
 
 
-def _open(path: str, run: str) -> sqlite3.Connection:
-    db = connect(path, synchronous="NORMAL")
+def _open(path: str, run: str, page_bytes: int) -> sqlite3.Connection:
+    db = connect(path, synchronous="NORMAL", page_bytes=page_bytes)
     with undo_on_error(db.close):
         # Debian's SQLite overwrites deleted rows with zeros: a commit would write its trajectories a second time.
         db.execute("PRAGMA secure_delete=OFF")

@@ -443,6 +443,7 @@ def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
         (FaultKind.SERVER_ERROR, Cause.OTHER, 4),
         (FaultKind.AGENT, Cause.CODE, 0),
         (FaultKind.REJECTED, Cause.OTHER, 0),
+        (FaultKind.RETIRED, Cause.OTHER, 0),
     ],
 )
 def test_a_sample_that_fails_once_is_repeated_alone(kind: FaultKind, cause: Cause, seeds: int) -> None:

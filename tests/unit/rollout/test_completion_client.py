@@ -324,6 +324,29 @@ def test_a_conversation_whose_version_has_left_its_server_goes_on_with_the_newes
     asyncio.run(run())
 
 
+def test_a_conversation_whose_server_has_restarted_goes_on_where_its_version_is_still_held() -> None:
+    """One of two has lost the version: its episodes would start again."""
+
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}) as one, FakeServer(models={str(V3)}) as other:
+            router, both = Router(), (one, other)
+            router.announce(V3, {"server-0": one.url, "server-1": other.url})
+            async with CompletionClient(router, "secret") as client:
+                conversation = client.conversation()
+                await conversation.sample(V3, wanted([5, 6], 1), timeout_s=120.0)
+                (its,) = [server for server in both if server.requests]
+                (rest,) = [server for server in both if not server.requests]
+                its.models.clear()
+                await conversation.sample(V3, wanted([5, 6, 7], 1), timeout_s=120.0)
+                assert [request["prompt"] for request in rest.requests] == [[5, 6, 7]]
+                rest.models.clear()
+                with pytest.raises(GenerationFault) as caught:
+                    await conversation.sample(V3, wanted([5, 6, 7, 8], 1), timeout_s=120.0)
+                assert caught.value.kind is FaultKind.RETIRED
+
+    asyncio.run(run())
+
+
 class SlowServer:
     """Reads a request of any size, keeps nothing of it, and answers when it is told to."""
 

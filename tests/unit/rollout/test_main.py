@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -189,6 +190,21 @@ def test_workflows_know_whether_a_reward_is_configured(
     asyncio.run(main.serve(run, RunFolder(tmp_path), main.load_data(run, RunFolder(tmp_path)), stop))
     assert [context.has_reward for context in made] == [wanted] * 2
     assert [context.evaluating for context in made] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("before", "replay", "page_bytes"), [("", "off", 4096), ("", "rollout", 65536), ("off", "rollout", 4096)]
+)
+def test_a_new_ledger_of_routes_has_large_pages(before: str, replay: str, page_bytes: int, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    folder, stop, plain = RunFolder(tmp_path), asyncio.Event(), config(str(TINY_MODEL))
+    stop.set()
+    for chosen in filter(None, (before, replay)):
+        behaviour = plain.behaviour.model_copy(update={"router_replay": chosen})
+        run = plain.model_copy(update={"behaviour": behaviour})
+        asyncio.run(main.serve(run, folder, main.load_data(run, folder), stop))
+    with closing(sqlite3.connect(folder.ledger)) as file:
+        assert file.execute("PRAGMA page_size").fetchone() == (page_bytes,)
 
 
 def test_it_imports_neither_torch_nor_numba() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_lora.config.load import load_config
+from areal_lora.tasks import check
 from areal_lora.tasks.check import task_problems
+from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import grade, numeric_match, states_several
 from tests.support.paths import EXAMPLES
 
@@ -23,6 +26,33 @@ def test_all_rows_are_checked_before_a_start(tmp_path: Path) -> None:
     assert list(task_problems(load_config(FILES, keys), online=False)) == [], "only where they are trained on"
     (problem,) = task_problems(load_config(FILES, [*keys, "adapters.0.sft.steps=3"]), online=False)
     assert (problem.path, "worked" in problem.reason) == ("adapters.0.sft.column", True)
+
+
+def test_adapters_of_one_task_have_it_read_once_and_others_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, read = tmp_path / "rows.jsonl", list[Any]()
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1?", "answer": str(n + 1)}) + "\n" for n in range(20)))
+
+    def load(task: Any, split: Any) -> Any:
+        read.append(split)
+        return load_samples(task, split)
+
+    monkeypatch.setattr(check, "load_samples", load)
+    keys = [f"adapters.0.{key}" for key in ("task.kind=dataset", f"task.train={data}")]
+    config = load_config(FILES, keys)
+    own = config.adapters[0]
+
+    def problems(**changed: Any) -> list[str]:
+        read.clear()
+        entries = [own, own.model_copy(update={"name": "b"}), own.model_copy(update={"name": "c", **changed})]
+        return [p.path for p in task_problems(config.model_copy(update={"adapters": entries}), online=False)]
+
+    assert (problems(), read) == ([], ["train", "eval"])
+    sft = own.sft.model_copy(update={"steps": 3, "column": "worked"})
+    assert (problems(sft=sft), read) == (["adapters.2.sft.column"], ["train", "eval"] * 2 + ["train"])
+    data.write_text(data.read_text().replace('"5"', '"B"'))
+    assert problems() == [f"adapters.{i}.reward.kind" for i in range(3)]
 
 
 def test_gold_answers_that_state_no_number_are_refused_where_numbers_are_compared(tmp_path: Path) -> None:

@@ -118,6 +118,34 @@ def test_the_same_rows_are_stored_once_and_others_apart(tmp_path: Path) -> None:
     assert len(rows_of(task_of(path))) == 40
 
 
+def test_a_task_that_another_adapter_has_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1"}) + "\n" for i in range(20)))
+    read, one = list[int](), StoredRows.__getitem__
+    monkeypatch.setattr(StoredRows, "__getitem__", lambda rows, index: read.append(index) or one(rows, index))  # type: ignore[func-returns-value]
+    held = [load_samples(task_of(path), split, tmp_path) for split in ("train", "eval")]
+    assert len(read) >= 20
+    read.clear()
+    assert load_samples(task_of(path), "train", tmp_path) is held[0]
+    assert load_samples(task_of(path), "eval", tmp_path) is held[1]
+    assert read == []
+    other = load_samples(task_of(path, format={"template": "Q: {prompt}"}), "train", tmp_path)
+    assert (other[0].prompt, held[0][0].prompt) == (f"Q: {held[0][0].prompt}", held[0][0].prompt)
+    assert len(read) > 16
+    os.utime(path, ns=(0, 0))
+    assert load_samples(task_of(path), "train", tmp_path) is not held[0]
+
+
+def test_the_first_problems_are_read_without_the_rest_or_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": "1", "n": i}) + "\n" for i in range(9)) + "broken")
+    monkeypatch.setattr(StoredRows, "__init__", None)
+    assert [sample.prompt for sample in load_samples(task_of(path), "eval", first=4)] == ["p0", "p1", "p2", "p3"]
+    assert [s.prompt for s in load_samples(task_of(path, where={"n": [5, 8]}), "train", first=2)] == ["p5", "p8"]
+
+
 def test_memory_is_bounded_by_some_bytes_a_row(tmp_path: Path) -> None:
     """20,000 rows of 1 kB: as objects of Python they would be more than 20 MB."""
     n, path = 20_000, tmp_path / "rows.jsonl"

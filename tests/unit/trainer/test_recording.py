@@ -121,10 +121,21 @@ def test_the_rollouts_of_a_step_are_kept_with_what_the_trainer_knows_and_repeats
     own = torch.where(batch.loss_mask, batch.rollout_logprobs - 0.5, 0)
     report = LearnReport(sums=sums, grad_norm=1.0, lr=1e-3, skipped=0.0, entropies=entropies, logprobs=own)
     annotated = replace(batch, advantages=batch.loss_mask * 2.0)
+    routed = tuple(
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, columns=t.columns.routed(bytes(384 * len(t.columns)))) for t in g.trajectories
+            ),
+        )
+        for g in groups
+    )
+    received = msgspec.structs.replace(received, groups=routed)
     for resumed in ({}, {NAME: 4}):
         rollouts = RolloutWriter(RunFolder(tmp_path), 1 << 20, list)
         recorder = Recorder(RunFolder(tmp_path), [NAME], resumed, time.monotonic(), rollouts=rollouts)
         recorder.batch(received)
+        assert recorder._batches[NAME][0].groups == groups, "no routes wait for the end of the step"
         recorder.step(AdapterRef(name=NAME, version=5), annotated, report, {0: 8}, Spans())
         recorder.close()
     index = RolloutIndex(RunFolder(tmp_path))

@@ -87,6 +87,15 @@ def connect() -> Iterator[Callable[[Handler], ControllerClient]]:
     loop.close()
 
 
+def test_a_greeting_has_the_solved_shares_of_ten_million_prompts(
+    connect: Callable[[Handler], ControllerClient],
+) -> None:
+    client = connect(lambda request: asyncio.sleep(0, m.Ack()))
+    client._session._session = ""
+    client.hello({NAME: 0}, {NAME: bytes(8 * 10_000_000)})
+    assert client._session._session == "1"
+
+
 def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerClient]) -> None:
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 

@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import channel_messages as m
+from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller import controller as controller_module, groups
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.evaluation import EvalPlaces
@@ -30,7 +32,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import in_virtual_time, wait_until
 from tests.support.rollout.fake_server import FakeServer
-from tests.support.rollout.helpers import NAME, CharTokenizer, feed
+from tests.support.rollout.helpers import NAME, CharTokenizer, admit_all, episode, feed
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
@@ -352,6 +354,71 @@ def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytes
             stuck.set()
             assert await slow == m.StaleSession()
         assert closed == ["third", "busy", "slow", "busy"]
+
+    in_virtual_time(run())
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_dropped_groups_are_let_go_of_at_each_step_also_where_no_rollout_is_kept(texts: bool) -> None:
+    made, _, _ = feed(eta=0, b=2, drop_uniform=True)
+    made.announce(0)
+    for unequal in (False, True):
+        for ticket in admit_all(made):
+            answered = episode(ticket.prompt, 0)
+            rewarded = tuple(replace(t, reward=i * unequal) for i, t in enumerate(answered.group.trajectories))
+            made.finish(ticket, replace(answered, group=replace(answered.group, trajectories=rewarded)))
+    runtime: Any = SimpleNamespace(failure=None, feed=made, texts=texts, take_costs=dict)
+    batch = controller_module._take(runtime, 0)
+    assert isinstance(batch, m.Batch)
+    assert (len(batch.groups), len(batch.dropped), made.take_dropped()) == (2, 2 * texts, ())
+
+
+def test_episodes_start_again_only_once_a_server_holds_a_version_of_their_adapter() -> None:
+    """A server has restarted; it announces another adapter's version first, this one's a minute later."""
+    router, tries = Router(), list[float]()
+
+    class Episodes:
+        async def run(self, prompt: Any, ref: AdapterRef, seed: int) -> Any:
+            tries.append(asyncio.get_running_loop().time())
+            if not router.holds(ref):
+                raise GenerationFault(FaultKind.RETIRED, f"no rollout server holds {ref}")
+            await asyncio.sleep(1000)
+
+    def runtime(name: str) -> AdapterRuntime:
+        made, _, _ = feed(file=LedgerFile(":memory:", "t"), version=None, b=1, eta=0)
+        made.name = name
+        places: Any = SimpleNamespace(places=EvalPlaces(0))
+        capacity = Capacity(sequences=8, n_samples=2)
+        return AdapterRuntime(
+            feed=made, tasks={}, workflow=Episodes(), evaluator=places, seed=0, capacity=capacity, weight=1.0
+        )
+
+    async def run() -> None:
+        unused: Any = None
+        adapters = {name: runtime(name) for name in (NAME, "other")}
+        async with asyncio.TaskGroup() as tasks:
+            one = Controller(adapters, router, tasks=tasks, stop=asyncio.Event(), open_adapter=unused)
+            hello = m.Hello(trainer="t", versions=dict.fromkeys(adapters, 0), snapshots={})
+            session = (await one.handle(hello)).session  # type: ignore[union-attr]
+            adapters["other"].paused = True
+
+            async def announce(name: str, port: int) -> None:
+                servers = {"server-0": f"http://none:{port}"}
+                await one.handle(m.AnnounceVersion(session=session, adapter=name, version=0, servers=servers))
+
+            await announce("other", 1)
+            router.announce(AdapterRef(name=NAME, version=0), {"server-0": "http://none:1"})
+            await announce("other", 2)
+            adapters[NAME].feed.announce(0)
+            one._admission.admit()
+            await asyncio.sleep(60)
+            before = len(tries)
+            await announce(NAME, 2)
+            await asyncio.sleep(1)
+            assert (before, len(tries)) == (1, 2)
+            await one.handle(m.EndAdapter(session=session, adapter=NAME))
+            for task in list(adapters[NAME].tasks.values()):
+                task.cancel()
 
     in_virtual_time(run())
 

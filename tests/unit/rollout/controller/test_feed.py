@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_lora.errors import RolloutError
@@ -10,7 +11,7 @@ from areal_lora.rollout.channel.channel_messages import GroupSums
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Ticket
 from areal_lora.rollout.ledger.ledger import GroupState, LedgerFile
-from areal_lora.types import Cause, Outcome, TrajectoryGroup
+from areal_lora.types import Cause, Outcome, TokenColumns, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 
@@ -249,11 +250,37 @@ def test_no_prompt_is_lost_while_the_only_server_restarts(kind: FaultKind) -> No
     made.announce(0)
     [ticket, *_] = admit_all(made)
     while clock.now < 5 * 3600:
-        assert made.retry(ticket, GenerationFault(kind, "gone")) == UNSERVED_WAIT_S
+        assert made.retry(ticket, GenerationFault(kind, "gone")) == min(max(UNSERVED_WAIT_S, clock.now / 2), 5.0)
         made.begin(ticket)
         clock.now += 60.0
     assert made.finish(ticket, episode(ticket.prompt, 0))
     assert (ledger.drop_reasons, ticket.failed, ticket.resampled) == ({}, 0, 0)
+
+
+def test_dropped_groups_have_nothing_that_only_training_needs() -> None:
+    made, _, _ = feed(eta=0, b=2, drop_uniform=True)
+    made.announce(0)
+    for ticket in admit_all(made):
+        group = (answered := episode(ticket.prompt, 0)).group
+        columns = [
+            TokenColumns(
+                **{name: getattr(t.columns, name) for name in ("token_ids", "logprobs", "versions")},
+                routes=b"r" * 384 * len(t.columns),
+                teacher=bytes(4 * len(t.columns)),
+                n_kept=b"\1\0" * len(t.columns),
+                kept=bytes(4 * len(t.columns)),
+                log_mass=bytes(4 * len(t.columns)),
+            )
+            for t in group.trajectories
+        ]
+        routed = tuple(replace(t, columns=c) for t, c in zip(group.trajectories, columns, strict=True))
+        made.finish(ticket, replace(answered, group=replace(group, trajectories=routed)))
+    dropped = made.take_dropped()
+    assert len(dropped) == 2
+    assert made.take_dropped() == ()
+    for t in (t for each in dropped for t in each.group.trajectories):
+        assert sum(map(len, msgspec.structs.astuple(t.columns))) == 8 * len(t.columns) + len(t.columns.versions)
+        assert t.columns.n_sampled > 0
 
 
 def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> None:

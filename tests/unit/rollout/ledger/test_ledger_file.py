@@ -115,7 +115,7 @@ def test_errors_of_a_write_are_those_of_a_disk(
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode = code
 
-    def failing(path: str, synchronous: str) -> NoReturn:
+    def failing(path: str, synchronous: str, page_bytes: int) -> NoReturn:
         raise error
 
     monkeypatch.setattr(ledger, "connect", failing)
