@@ -31,11 +31,11 @@ PACKED = frozenset([
 """Model types without a row whose tiny models score alike packed by the FSDP engine and alone by transformers 5.19."""
 
 UNSERVED = frozenset([
-    "bitnet", "diffllama", "ernie4_5_moe", "flex_olmo", "glm4", "glm4_moe", "helium", "ministral", "persimmon",
+    "bitnet", "diffllama", "ernie4_5_moe", "glm4", "ministral", "persimmon",
 ])
 # fmt: on
 """Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA; or the server scores differently
-(ernie4_5_moe), does not wrap mlp.gate_up_proj (glm4), or ends while it starts on a CPU (flex_olmo, glm4_moe)."""
+(ernie4_5_moe), or does not wrap mlp.gate_up_proj (glm4)."""
 
 # fmt: off
 ENGINE_ARGS: Mapping[str, str] = {

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,12 @@ class Checkpoint:
     expert_ffn: int
     parameters: int
     largest_layer: int
+
+    def below(self, layers: int) -> "Checkpoint":
+        """Leave out further layers: those of MTP, of which neither transformers nor vLLM makes a module here."""
+        cut = [replace(linear, layers=tuple(i for i in linear.layers if i < layers)) for linear in self.linears]
+        experts = tuple(i for i in self.expert_layers if i < layers)
+        return replace(self, linears=tuple(linear for linear in cut if linear.layers), expert_layers=experts)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:

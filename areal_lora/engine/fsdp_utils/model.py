@@ -99,13 +99,17 @@ def _stacks_experts(operations: Sequence[Any]) -> bool:
 
 
 def load_base(module: nn.Module, sources: Sources, rank: int, world_size: int) -> None:
-    """Fill this rank's shard of every parameter. Raises UnknownTensorError for one that the folder lacks."""
+    """Fill this rank's shard of every parameter, and persistent buffers such as a router's correction bias.
+
+    Raises UnknownTensorError for one that the folder lacks.
+    """
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            start, stop = shard_rows(parameter.shape[0], rank, world_size)
-            if tuple(shard.shape) != (stop - start, *parameter.shape[1:]):
-                raise UnknownTensorError(f"{name}: rank {rank} holds {tuple(shard.shape)} of {tuple(parameter.shape)}")
+        for name, tensor in module.state_dict().items():
+            divided = isinstance(tensor, DTensor)
+            shard = tensor.to_local() if divided else tensor
+            start, stop = shard_rows(tensor.shape[0], rank, world_size) if divided else (0, tensor.shape[0])
+            if tuple(shard.shape) != (stop - start, *tensor.shape[1:]):
+                raise UnknownTensorError(f"{name}: rank {rank} holds {tuple(shard.shape)} of {tuple(tensor.shape)}")
             if stop > start:
                 shard.copy_(sources.rows(name, start, stop))
 
@@ -292,7 +296,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _fill_buffers(module: Any, device: torch.device) -> None:
-    """Buffers are no part of a model folder: each module makes its own, like transformers does after loading."""
+    """Let each module make its buffers, like transformers does after loading; few are part of a model folder."""
     with torch.no_grad():
         for part in module.modules():
             buffers = list(part.named_buffers(recurse=False))

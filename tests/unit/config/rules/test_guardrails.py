@@ -98,7 +98,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("fsdp", [ALL, "trainer.engine=megatron"], {"hf_config": PHI3, "checkpoint": LAYERS}, "model.path", ["'phi3' has no row", "set trainer.engine=fsdp"]),
     ("fsdp", [], {"hf_config": PHI3}, "model.path", ["safetensors files, which are not here"]),
     ("fsdp", [ALL, "rollout.tp=2"], {"hf_config": PHI3, "checkpoint": LAYERS}, "rollout.tp", ["2, but", "'phi3'", "not divided"]),
-    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "helium"}, "checkpoint": LAYERS}, "rollout", ["serves no adapters", "'helium'"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "bitnet"}, "checkpoint": LAYERS}, "rollout", ["serves no adapters", "'bitnet'"]),
     ("fsdp", [ALL], {"hf_config": {**PHI3, "attn_logit_softcapping": 50.0}, "checkpoint": LAYERS}, "model.path", ["no engine trains it", "soft cap"]),
     ("moe", ["model.shared_memory=true"], {"shared_bytes": 2**30}, "model.shared_memory", ["56.9 GiB", "/dev/shm holds 1.0", "--shm-size"]),
     ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
