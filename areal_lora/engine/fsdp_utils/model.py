@@ -245,6 +245,8 @@ def build_model(
     config = AutoConfig.from_pretrained(model.folder)
     # Tied weights would be in two units that are gathered at different times: each gets its own shard.
     config.tie_word_embeddings = False
+    if config.model_type == "cohere2" and config.sliding_window:
+        config.sliding_window += 1  # Cohere counts the tokens before a token's own, and so does vLLM; not transformers
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=ATTENTION)
     _check(module)

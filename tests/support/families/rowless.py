@@ -33,7 +33,8 @@ ROWLESS: dict[str, dict[str, Any]] = {
     **{kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "ministral")},
     "glm4_moe": {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     # as all published ones; vLLM assumes it
-    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "cohere2", "gemma", "gemma3_text")},
+    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "gemma", "gemma3_text")},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 6, "sliding_window_pattern": 2},
 }
 
 
