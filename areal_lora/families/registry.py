@@ -26,6 +26,7 @@ TABLE = (
     Family(model_type="qwen3", attention=Attention(norms=True)),
     Family(model_type="qwen2", attention=Attention(bias=True), vllm_embeddings=False),  # Qwen2 and Qwen2.5
     Family(model_type="llama", rope_types=("default", "llama3")),  # Llama 2 and 3
+    Family(model_type="mistral", vllm_embeddings=False, sliding_window=True),  # only v0.1 has a window
     # The names are those of the published checkpoints, of vLLM's LoRA modules and of PEFT files. transformers 5
     # renames the experts in memory (mlp.experts.gate_up_proj) and translates at load and save.
     Family(
