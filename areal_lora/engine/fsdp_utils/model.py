@@ -46,6 +46,7 @@ from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.router_replay import follow_routes
 from areal_lora.errors import ConfigError, UnknownTensorError
+from areal_lora.families.shape import longrope_context
 
 
 class Sources:
@@ -239,14 +240,20 @@ def _is_gated_silu(module: Any) -> bool:
 
 
 def build_model(
-    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapters
+    model: ModelConfig, trainer: TrainerConfig, longest: int, rank: int, device: torch.device, active: ActiveAdapters
 ) -> nn.Module:
-    """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
+    """The frozen model with this rank's weights, for servers of ``longest`` tokens.
+
+    Raises ConfigError for a model that cannot be packed.
+    """
     config = AutoConfig.from_pretrained(model.folder)
     # Tied weights would be in two units that are gathered at different times: each gets its own shard.
     config.tie_word_embeddings = False
     if config.model_type == "cohere2" and config.sliding_window:
         config.sliding_window += 1  # Cohere counts the tokens before a token's own, and so does vLLM; not transformers
+    if (original := longrope_context(config.to_dict())) and longest > original:
+        # As vLLM, which takes these at every position, and transformers only in a pass over a longer sequence.
+        config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=ATTENTION)
     _check(module)

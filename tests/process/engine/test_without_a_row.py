@@ -54,10 +54,12 @@ def targets_of(folder: Path, named: Sequence[str] = ("all-linear",)) -> tuple[st
     return resolve(list(named), [], read_shape(folder))
 
 
-def make_engine(folder: Path, target_modules: Sequence[str] = ("all-linear",), **settings: Any) -> FsdpEngine:
+def make_engine(
+    folder: Path, target_modules: Sequence[str] = ("all-linear",), longest: int = 0, **settings: Any
+) -> FsdpEngine:
     """With a random adapter, on every linear layer unless others are named."""
     trainer = TrainerConfig(engine="fsdp", world_size=1, max_tokens_per_microbatch=256)
-    engine = FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU)
+    engine = FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU, longest)
     found = targets_of(folder, target_modules)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=ALPHA, target_modules=found, **settings)
     engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
@@ -186,3 +188,24 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)
     assert max(abs(a - b) for a, b in zip(adapted, base, strict=True)) > 0.1, "the adapter does something"
+
+
+def test_above_the_original_context_long_rope_is_that_of_a_server(tmp_path: Path) -> None:
+    """transformers takes the long factors for a whole sequence above it: the oracle also of that one's first tokens."""
+    rope = {"type": "longrope", "short_factor": [1 + i / 10 for i in range(16)], "long_factor": list(range(2, 18))}
+    keys = {"rope_scaling": rope, "original_max_position_embeddings": 32, "max_position_embeddings": 1024}
+    folder, few = save_rowless("phi3", tmp_path / "model", **keys), PROMPT[:20]
+    make_tokenizer(folder)
+    with torch.no_grad():
+        long, short = scores(stock(folder), [PROMPT]), scores(stock(folder), [few])
+    assert (long[:20] - short).abs().max() > 0.1, "the factors do something"
+    with running_server(tmp_path / "run", folder, differing={"target_modules": list(targets_of(folder))}) as server:
+        longest = server.config.rollout.max_model_len
+        found = [server.score(None, row) for row in (PROMPT, few)]
+    engine = make_engine(folder, longest=longest)
+    for row, served in zip((PROMPT, few), found, strict=True):
+        torch.testing.assert_close(torch.tensor(served), long[: len(row)], atol=1e-4, rtol=0)
+        own = engine.logprobs(scoring_batch([row], "a"), adapter=None)
+        torch.testing.assert_close(own, long[: len(row)], atol=1e-4, rtol=0)
+    own = make_engine(folder, longest=32).logprobs(scoring_batch([few], "a"), adapter=None)
+    torch.testing.assert_close(own, short, atol=1e-4, rtol=0)

@@ -38,9 +38,11 @@ ROWLESS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_rowless(kind: str, folder: Path) -> Path:
+def save_rowless(kind: str, folder: Path, **keys: Any) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | ROWLESS[kind])), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**(SIZES | ROWLESS[kind] | keys)), dtype=torch.float32
+    )
     with torch.no_grad():
         for name, values in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):  # the correction bias of a router's choice is a buffer

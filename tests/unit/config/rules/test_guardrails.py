@@ -123,7 +123,6 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
     ("embedded", ["adapters.0.sampling.n_samples=1025", "adapters.0.sampling.prompts_per_step=1"], {}, "adapters.0.sampling.n_samples", ["1024 sequences"]),
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
-    ("fsdp", [ALL], {"hf_config": {**PHI3, "rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 255}, "checkpoint": LAYERS}, "rollout.max_model_len", ["256 is beyond the 255 positions", "at most 255"]),
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
     ("embedded", ["trainer.cp=2", "trainer.max_tokens_per_microbatch=127"], {}, "trainer.max_tokens_per_microbatch", ["254 tokens of 2", "256", "at least 128"]),
     ("embedded", ["adapters.0.sampling={prompts_per_step: 1, n_samples: 3}", "trainer.world_size=8", "trainer.cp=2"], {}, "adapters.0.sampling.prompts_per_step", ["4 data-parallel replicas"]),
