@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_lora.config.support import PACKED, UNSERVED
+from areal_lora.config.support import PACKED, SERVED_AS, UNSERVED, engines
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossSums, MicroBatch
 from areal_lora.engine.fsdp_engine import FsdpEngine
-from areal_lora.families.shape import read_shape
+from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
@@ -188,6 +188,19 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)
     assert max(abs(a - b) for a, b in zip(adapted, base, strict=True)) > 0.1, "the adapter does something"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "assumed"), sample([(kind, *item) for kind in SERVED_AS for item in SERVED_AS[kind].items()], 1)
+)
+def test_a_server_ignores_a_key_that_is_refused(kind: str, key: str, assumed: object, tmp_path: Path) -> None:
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if kind.endswith("moe") else {}
+    folder = save_rowless(kind, tmp_path / "model", **few, **{key: 0.5 if assumed is None else not assumed})
+    make_tokenizer(folder)
+    assert not engines(read_hf_config(folder))
+    with running_server(tmp_path / "run", folder) as server, torch.no_grad():
+        apart = torch.tensor(server.score(None)) - scores(stock(folder), [PROMPT])
+    assert apart.abs().max() > 0.02
 
 
 def test_above_the_original_context_long_rope_is_that_of_a_server(tmp_path: Path) -> None:

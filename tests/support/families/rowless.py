@@ -41,7 +41,7 @@ ROWLESS: dict[str, dict[str, Any]] = {
 def save_rowless(kind: str, folder: Path, **keys: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[kind](**(SIZES | ROWLESS[kind] | keys)), dtype=torch.float32
+        CONFIG_MAPPING[kind](**(SIZES | ROWLESS.get(kind, {}) | keys)), dtype=torch.float32
     )
     with torch.no_grad():
         for name, values in (*model.named_parameters(), *model.named_buffers()):
