@@ -25,17 +25,27 @@ ENGINES: tuple[Engine, ...] = ("megatron", "fsdp")
 PACKED = frozenset([
     "arcee", "bitnet", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo",
     "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "helium", "hunyuan_v1_dense", "jais2",
-    "ministral", "mistral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "seed_oss",
-    "smollm3", "starcoder2",
+    "ministral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "seed_oss", "smollm3",
+    "starcoder2",
 ])
 """Model types without a row whose tiny models score alike packed by the FSDP engine and alone by transformers 5.19."""
 
 UNSERVED = frozenset([
-    "bitnet", "diffllama", "ernie4_5_moe", "flex_olmo", "glm4", "glm4_moe", "helium", "ministral", "persimmon",
+    "bitnet", "diffllama", "ernie4_5_moe", "glm4", "ministral", "persimmon",
 ])
 # fmt: on
 """Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA; or the server scores differently
-(ernie4_5_moe), does not wrap mlp.gate_up_proj (glm4), or ends while it starts on a CPU (flex_olmo, glm4_moe)."""
+(ernie4_5_moe), or does not wrap mlp.gate_up_proj (glm4)."""
+
+_NO_BIAS: Mapping[str, object] = {"attention_bias": False}
+SERVED_AS: Mapping[str, Mapping[str, object]] = {
+    **dict.fromkeys(("gemma", "qwen3", "qwen3_moe"), _NO_BIAS),
+    **{kind: {**_NO_BIAS, "tie_word_embeddings": True} for kind in ("cohere", "cohere2")},
+    "ernie4_5": {"use_bias": False},
+    "olmoe": {**_NO_BIAS, "clip_qkv": None, "norm_topk_prob": False},
+}
+"""Keys of config.json that vLLM 0.32 ignores, at least in a part of the model, and transformers obeys, by model type,
+with what vLLM assumes: transformers' defaults, too."""
 
 # fmt: off
 ENGINE_ARGS: Mapping[str, str] = {
@@ -64,7 +74,7 @@ _LAYERS = {"full_attention", "sliding_attention"}
 
 
 def variants(engine: Engine, config: Mapping[str, Any]) -> list[str]:
-    """What a config.json requires beyond its family and the engine does not compute; empty if nothing."""
+    """What a config.json requires beyond its family and the engine or its servers do not compute; empty if nothing."""
     if engine == "megatron":
         return unsupported(config) if config.get("model_type") in supported() else []
     odd = sorted(set(config.get("layer_types") or ()) - _LAYERS)
@@ -73,6 +83,8 @@ def variants(engine: Engine, config: Mapping[str, Any]) -> list[str]:
         "attention scores with a soft cap": config.get("attn_logit_softcapping") is not None,
         "logits with a soft cap": config.get("final_logit_softcapping") is not None,
     }
+    for key, value in SERVED_AS.get(str(config.get("model_type")), {}).items():
+        found[f"{key} of {config.get(key)}, which vLLM serves as {value}"] = config.get(key, value) != value
     return [what for what, bad in found.items() if bad]
 
 

@@ -234,8 +234,11 @@ class FsdpModel:
 class FsdpEngine(AdapterEngine):
     """`AdapterEngine` on `fully_shard`. Joins torch.distributed unless the caller has."""
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
-        """Raises ConfigError for parallel sizes other than 1, or a model that cannot train on packed sequences."""
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device, longest: int = 0) -> None:
+        """``longest``: `rollout.max_model_len`, by which servers choose the factors of LongRoPE.
+
+        Raises ConfigError for parallel sizes other than 1, or a model that cannot train on packed sequences.
+        """
         for key in ("tp", "pp", "ep", "etp"):
             if (size := getattr(trainer, key)) != 1:
                 reason = f"{size} with trainer.engine = fsdp, which only shards"
@@ -246,5 +249,5 @@ class FsdpEngine(AdapterEngine):
         if not dist.is_initialized():
             dist.init_process_group(collective_of(device))
         active = ActiveAdapters()
-        module = build_model(model, trainer, dist.get_rank(), device, active)
+        module = build_model(model, trainer, longest, dist.get_rank(), device, active)
         super().__init__(FsdpModel(module, sharded, active), sharded, model, trainer, device)

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ TABLE = (
     Family(model_type="qwen3", attention=Attention(norms=True)),
     Family(model_type="qwen2", attention=Attention(bias=True), vllm_embeddings=False),  # Qwen2 and Qwen2.5
     Family(model_type="llama", rope_types=("default", "llama3")),  # Llama 2 and 3
+    Family(model_type="mistral", vllm_embeddings=False, sliding_window=True),  # only v0.1 has a window
     # The names are those of the published checkpoints, of vLLM's LoRA modules and of PEFT files. transformers 5
     # renames the experts in memory (mlp.experts.gate_up_proj) and translates at load and save.
     Family(
@@ -274,6 +275,12 @@ class Checkpoint:
     expert_ffn: int
     parameters: int
     largest_layer: int
+
+    def below(self, layers: int) -> "Checkpoint":
+        """Leave out further layers: those of MTP, of which neither transformers nor vLLM makes a module here."""
+        cut = [replace(linear, layers=tuple(i for i in linear.layers if i < layers)) for linear in self.linears]
+        experts = tuple(i for i in self.expert_layers if i < layers)
+        return replace(self, linears=tuple(linear for linear in cut if linear.layers), expert_layers=experts)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:

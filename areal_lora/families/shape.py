@@ -80,8 +80,7 @@ class ModelShape:
         layers, heads, hidden = (
             int(config[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
-        if kind in supported():
-            checkpoint = None
+        checkpoint = None if kind in supported() or checkpoint is None else checkpoint.below(layers)
         experts = expert_ffn = shared_ffn = 0
         if checkpoint is not None:
             # What a row would state of the experts; nothing else of it is read for a family without a row.

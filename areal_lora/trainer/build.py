@@ -118,7 +118,7 @@ def build_engine(config: Config) -> AdapterEngine:
         return MegatronEngine(config.model, config.trainer, device)
     from areal_lora.engine.fsdp_engine import FsdpEngine  # loads transformers' modelling code
 
-    return FsdpEngine(config.model, config.trainer, device)
+    return FsdpEngine(config.model, config.trainer, device, config.rollout.max_model_len)
 
 
 def build_publisher(

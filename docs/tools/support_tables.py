@@ -188,6 +188,7 @@ ENGINE_FAMILY = Table(
 _UNMERGED_ROWS: dict[str, Tests] = {
     "qwen3_moe": (_SERVER,),
     "llama": (f"{_FAMILY_SERVER}[llama]",),
+    "mistral": (f"{_FAMILY_SERVER}[mistral tp2]",),
     "qwen2_moe": (f"{_FAMILY_SERVER}[qwen2_moe tp2]",),
     "mixtral": (f"{_FAMILY_SERVER}[mixtral tp2 ep2]",),
     "qwen3": (f"{_FAMILY_SERVER}[qwen3]",),

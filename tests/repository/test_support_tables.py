@@ -68,7 +68,7 @@ def test_a_condition_is_refused_once_it_holds(table: Table) -> None:
             if refusal.experts is False:
                 c = replace(c, family="qwen3", experts=False)
             if refusal.group and c.group not in refusal.group:
-                c = replace(c, family="phi3" if "no row" in refusal.group else "helium", engine="fsdp", experts=False)
+                c = replace(c, family="phi3" if "no row" in refusal.group else "bitnet", engine="fsdp", experts=False)
             assert any(refusal.text(c.family) in reason for _, reason in said(c)), f"{row}, {column}: {refusal.reason}"
 
 

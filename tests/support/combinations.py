@@ -21,6 +21,8 @@ TINY = json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())
 FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "mixtral": {"num_local_experts": 8},
+    "olmoe": {"norm_topk_prob": False},
+    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "cohere2")},
 }
 Refused = set[tuple[str, str]]
 

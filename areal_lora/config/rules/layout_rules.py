@@ -18,7 +18,7 @@ from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.config.sizing.slots import ALL_ROLES, OF_DEVICES, WITHOUT_DEVICES, pools_of, seats_of, shared_devices
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import PUBLISHED, is_hub_name, supported
-from areal_lora.families.shape import ModelShape, longrope_context
+from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import too_large
 
 
@@ -274,10 +274,6 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
     if shape and shape.max_positions and longest > shape.max_positions:
         reason = f"{longest} is beyond the model's {shape.max_positions} positions"
         yield Finding("rollout.max_model_len", reason, f"set it to at most {shape.max_positions}")
-    elif facts.hf_config and (original := longrope_context(facts.hf_config)) and longest > original:
-        # transformers takes them where the longest sequence of a micro-batch is, vLLM at every position.
-        reason = f"{longest} is beyond the {original} positions of LongRoPE's short factors: only these are trained"
-        yield Finding("rollout.max_model_len", reason, f"set it to at most {original}")
 
 
 def combinations(config: Config, facts: Facts) -> Iterator[Finding]:

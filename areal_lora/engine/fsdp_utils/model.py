@@ -46,6 +46,7 @@ from areal_lora.engine.layers.expert_mlp import ExpertLora, expert_mlp
 from areal_lora.engine.layers.recompute import recompute
 from areal_lora.engine.layers.router_replay import follow_routes
 from areal_lora.errors import ConfigError, UnknownTensorError
+from areal_lora.families.shape import longrope_context
 
 
 class Sources:
@@ -99,13 +100,17 @@ def _stacks_experts(operations: Sequence[Any]) -> bool:
 
 
 def load_base(module: nn.Module, sources: Sources, rank: int, world_size: int) -> None:
-    """Fill this rank's shard of every parameter. Raises UnknownTensorError for one that the folder lacks."""
+    """Fill this rank's shard of every parameter, and persistent buffers such as a router's correction bias.
+
+    Raises UnknownTensorError for one that the folder lacks.
+    """
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            start, stop = shard_rows(parameter.shape[0], rank, world_size)
-            if tuple(shard.shape) != (stop - start, *parameter.shape[1:]):
-                raise UnknownTensorError(f"{name}: rank {rank} holds {tuple(shard.shape)} of {tuple(parameter.shape)}")
+        for name, tensor in module.state_dict().items():
+            divided = isinstance(tensor, DTensor)
+            shard = tensor.to_local() if divided else tensor
+            start, stop = shard_rows(tensor.shape[0], rank, world_size) if divided else (0, tensor.shape[0])
+            if tuple(shard.shape) != (stop - start, *tensor.shape[1:]):
+                raise UnknownTensorError(f"{name}: rank {rank} holds {tuple(shard.shape)} of {tuple(tensor.shape)}")
             if stop > start:
                 shard.copy_(sources.rows(name, start, stop))
 
@@ -235,12 +240,20 @@ def _is_gated_silu(module: Any) -> bool:
 
 
 def build_model(
-    model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device, active: ActiveAdapters
+    model: ModelConfig, trainer: TrainerConfig, longest: int, rank: int, device: torch.device, active: ActiveAdapters
 ) -> nn.Module:
-    """The frozen model with this rank's weights. Raises ConfigError for a model that cannot be packed."""
+    """The frozen model with this rank's weights, for servers of ``longest`` tokens.
+
+    Raises ConfigError for a model that cannot be packed.
+    """
     config = AutoConfig.from_pretrained(model.folder)
     # Tied weights would be in two units that are gathered at different times: each gets its own shard.
     config.tie_word_embeddings = False
+    if config.model_type == "cohere2" and config.sliding_window:
+        config.sliding_window += 1  # Cohere counts the tokens before a token's own, and so does vLLM; not transformers
+    if (original := longrope_context(config.to_dict())) and longest > original:
+        # As vLLM, which takes these at every position, and transformers only in a pass over a longer sequence.
+        config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype], attn_implementation=ATTENTION)
     _check(module)
@@ -292,7 +305,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _fill_buffers(module: Any, device: torch.device) -> None:
-    """Buffers are no part of a model folder: each module makes its own, like transformers does after loading."""
+    """Let each module make its buffers, like transformers does after loading; few are part of a model folder."""
     with torch.no_grad():
         for part in module.modules():
             buffers = list(part.named_buffers(recurse=False))

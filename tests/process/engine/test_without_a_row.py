@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
-from areal_lora.config.support import PACKED, UNSERVED
+from areal_lora.config.support import PACKED, SERVED_AS, UNSERVED, engines
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossSums, MicroBatch
 from areal_lora.engine.fsdp_engine import FsdpEngine
-from areal_lora.families.shape import read_shape
+from areal_lora.families.shape import read_hf_config, read_shape
 from areal_lora.families.targets import resolve
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
@@ -36,7 +36,8 @@ ALPHA = 12.0
 ROWS = [[3, 5, 7, 9, 11, 13, 2, 40, 41, 42], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
 CPU = torch.device("cpu")
 SERVED = sorted(PACKED - UNSERVED)
-UNLIKE = {"phi3", "starcoder2", "olmoe", "granite"}  # fused projections, no gate, experts, scaled logits
+# fused projections, no gate, experts, scaled logits, a window of its own meaning
+UNLIKE = {"phi3", "starcoder2", "olmoe", "granite", "cohere2"}
 PEFT_READS_A_PART = ["ernie4_5_moe", "glm4_moe"]
 PREFIX = "base_model.model."
 
@@ -53,10 +54,12 @@ def targets_of(folder: Path, named: Sequence[str] = ("all-linear",)) -> tuple[st
     return resolve(list(named), [], read_shape(folder))
 
 
-def make_engine(folder: Path, target_modules: Sequence[str] = ("all-linear",), **settings: Any) -> FsdpEngine:
+def make_engine(
+    folder: Path, target_modules: Sequence[str] = ("all-linear",), longest: int = 0, **settings: Any
+) -> FsdpEngine:
     """With a random adapter, on every linear layer unless others are named."""
     trainer = TrainerConfig(engine="fsdp", world_size=1, max_tokens_per_microbatch=256)
-    engine = FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU)
+    engine = FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU, longest)
     found = targets_of(folder, target_modules)
     spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=ALPHA, target_modules=found, **settings)
     engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
@@ -74,7 +77,10 @@ def export(engine: FsdpEngine, folder: Path) -> dict[str, Tensor]:
 
 
 def stock(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type == "cohere2":
+        config.sliding_window += 1  # as vLLM reads it
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def scores(model: Any, rows: list[list[int]]) -> Tensor:
@@ -91,7 +97,7 @@ def weighted(_: MicroBatch, logprobs: Tensor, __: Tensor | None) -> LossSums:
 
 
 @pytest.mark.parametrize(
-    "kind", sample([kind for kind in ROWLESS if kind not in PEFT_READS_A_PART], 5, lambda kind: {kind} & UNLIKE)
+    "kind", sample([kind for kind in ROWLESS if kind not in PEFT_READS_A_PART], 6, lambda kind: {kind} & UNLIKE)
 )
 def test_scores_and_exports_like_stock_peft(kind: str, tmp_path: Path) -> None:
     engine, base = make_engine(save_rowless(kind, tmp_path / "model")), stock(tmp_path / "model")
@@ -182,3 +188,37 @@ def test_a_real_server_scores_a_published_adapter_alike(kind: str, tmp_path: Pat
     for found, name in ((base, None), (adapted, "a")):
         torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)
     assert max(abs(a - b) for a, b in zip(adapted, base, strict=True)) > 0.1, "the adapter does something"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "assumed"), sample([(kind, *item) for kind in SERVED_AS for item in SERVED_AS[kind].items()], 1)
+)
+def test_a_server_ignores_a_key_that_is_refused(kind: str, key: str, assumed: object, tmp_path: Path) -> None:
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if kind.endswith("moe") else {}
+    folder = save_rowless(kind, tmp_path / "model", **few, **{key: 0.5 if assumed is None else not assumed})
+    make_tokenizer(folder)
+    assert not engines(read_hf_config(folder))
+    with running_server(tmp_path / "run", folder) as server, torch.no_grad():
+        apart = torch.tensor(server.score(None)) - scores(stock(folder), [PROMPT])
+    assert apart.abs().max() > 0.02
+
+
+def test_above_the_original_context_long_rope_is_that_of_a_server(tmp_path: Path) -> None:
+    """transformers takes the long factors for a whole sequence above it: the oracle also of that one's first tokens."""
+    rope = {"type": "longrope", "short_factor": [1 + i / 10 for i in range(16)], "long_factor": list(range(2, 18))}
+    keys = {"rope_scaling": rope, "original_max_position_embeddings": 32, "max_position_embeddings": 1024}
+    folder, few = save_rowless("phi3", tmp_path / "model", **keys), PROMPT[:20]
+    make_tokenizer(folder)
+    with torch.no_grad():
+        long, short = scores(stock(folder), [PROMPT]), scores(stock(folder), [few])
+    assert (long[:20] - short).abs().max() > 0.1, "the factors do something"
+    with running_server(tmp_path / "run", folder, differing={"target_modules": list(targets_of(folder))}) as server:
+        longest = server.config.rollout.max_model_len
+        found = [server.score(None, row) for row in (PROMPT, few)]
+    engine = make_engine(folder, longest=longest)
+    for row, served in zip((PROMPT, few), found, strict=True):
+        torch.testing.assert_close(torch.tensor(served), long[: len(row)], atol=1e-4, rtol=0)
+        own = engine.logprobs(scoring_batch([row], "a"), adapter=None)
+        torch.testing.assert_close(own, long[: len(row)], atol=1e-4, rtol=0)
+    own = make_engine(folder, longest=32).logprobs(scoring_batch([few], "a"), adapter=None)
+    torch.testing.assert_close(own, short, atol=1e-4, rtol=0)

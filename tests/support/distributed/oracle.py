@@ -19,6 +19,7 @@ from torch.func import functional_call
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -77,6 +78,8 @@ def config_of(kind: str) -> PreTrainedConfig:
             return LlamaConfig(**{**common, "rope_parameters": _LLAMA3})
         case "qwen2":
             return Qwen2Config(**{**common, "tie_word_embeddings": True})
+        case "mistral":
+            return MistralConfig(**common, head_dim=32, sliding_window=None)
         case "mixtral":
             return MixtralConfig(**{**common, "intermediate_size": 64}, num_local_experts=EXPERTS)
         case "qwen2_moe":
@@ -167,7 +170,7 @@ def modules(kind: str) -> list[Module]:
             name = f"{base}.self_attn.{leaf}_proj"
             a_name = f"{base}.self_attn.{a_of}_proj"
             found.append(Module(name, 128, n_out, a_name, name, f"{name}.weight", *numbers(kind, name)))
-        if model in ("dense", "llama", "qwen2") or (model == "qwen2_moe" and layer == 2):
+        if model in ("dense", "llama", "mistral", "qwen2") or (model == "qwen2_moe" and layer == 2):
             gated(f"{base}.mlp", 192, plain, f"{base}.mlp")
             continue
         if model == "qwen2_moe":

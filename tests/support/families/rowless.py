@@ -31,17 +31,21 @@ ROWLESS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in sorted(PACKED - {"phi3", "starcoder2", "olmoe", "granite"})},
     "granite": {"logits_scaling": 4.0},
     **{kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "ministral")},
+    "glm4_moe": {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     # as all published ones; vLLM assumes it
-    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "cohere2", "gemma", "gemma3_text")},
+    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "gemma", "gemma3_text")},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 6, "sliding_window_pattern": 2},
 }
 
 
-def save_rowless(kind: str, folder: Path) -> Path:
+def save_rowless(kind: str, folder: Path, **keys: Any) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | ROWLESS[kind])), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**(SIZES | ROWLESS.get(kind, {}) | keys)), dtype=torch.float32
+    )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.5)
+        for name, values in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bias"):  # the correction bias of a router's choice is a buffer
+                values.normal_(0.0, 0.5)
     model.save_pretrained(folder)
     return folder

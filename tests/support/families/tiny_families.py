@@ -49,6 +49,8 @@ TINY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    # as Nemo, queries narrower than the model
+    "mistral": {**_COMMON, "model_type": "mistral", "num_key_value_heads": 2, "head_dim": 2, "sliding_window": None},
     "mixtral": {
         **_COMMON,
         "model_type": "mixtral",

@@ -116,7 +116,7 @@ def test_a_refusal_can_be_lifted_and_the_check_follows(monkeypatch: pytest.Monke
 
 def some() -> Iterable[Combination]:
     needs = [frozenset(), *(r.needs for r in REFUSALS if r.needs)]
-    for family, layout, mode, ask in product(("qwen3_moe", "qwen3", "phi3", "helium"), LAYOUTS, MODES, needs):
+    for family, layout, mode, ask in product(("qwen3_moe", "qwen3", "phi3", "bitnet"), LAYOUTS, MODES, needs):
         engine = "megatron" if group_of(family) == "row" else "fsdp"
         yield Combination(
             engine=engine, family=family, experts=family == "qwen3_moe", layout=layout, mode=mode, needs=ask
@@ -132,7 +132,7 @@ def test_a_family_without_a_row_is_for_the_fsdp_engine() -> None:
 
 
 def test_what_vllm_serves() -> None:
-    assert [group_of(kind) for kind in ("qwen3", "phi3", "helium", "gpt2")] == [
+    assert [group_of(kind) for kind in ("qwen3", "phi3", "bitnet", "gpt2")] == [
         "row",
         "no row",
         "not served",

@@ -93,6 +93,16 @@ def test_experts_with_known_names_are_adapted_one_by_one() -> None:
     assert {n for n in names if covered(n, found)} == modules(["all-linear"], [], shape).keys()
 
 
+def test_layers_that_predict_several_tokens_are_not_adapted() -> None:
+    """GLM-4.5 publishes one after its last layer; transformers makes no module of it."""
+    mtp = {n.replace("layers.1", "layers.2"): size for n, size in (NAMES | EXPERTS).items() if "layers.1" in n}
+    mtp |= {"model.layers.2.eh_proj.weight": (8, 16), "model.layers.2.embed_tokens.weight": (32, 8)}
+    plain, found = shape_of(NAMES | EXPERTS), shape_of(NAMES | EXPERTS | mtp)
+    assert modules(["all-linear"], [], found) == modules(["all-linear"], [], plain)
+    assert resolve(["all-linear"], [], found) == resolve(["all-linear"], [], plain)
+    assert (found.routes, found.dense_layers) == (plain.routes, 1)
+
+
 def test_the_size_of_an_adapter_is_counted_from_every_tensor() -> None:
     spec = AdapterSpec(name="a", base_model="m", rank=2, alpha=1.0, target_modules=tuple(sorted(FUSED)))
     size = adapter_size(shape_of(NAMES), spec)

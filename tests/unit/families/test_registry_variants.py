@@ -24,6 +24,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("Qwen/Qwen2.5-7B-Instruct", {"use_sliding_window": False, "sliding_window": 131072}, ""),
         ("Qwen/Qwen2.5-7B-Instruct", {"use_sliding_window": True, "sliding_window": 4096}, "window of 4096"),
         ("mistralai/Mixtral-8x7B-v0.1", {"sliding_window": 4096}, "window of 4096"),
+        ("", {"model_type": "mistral", "sliding_window": None}, ""),
+        ("", {"model_type": "mistral", "sliding_window": 4096}, "window of 4096"),
         ("Qwen/Qwen1.5-MoE-A2.7B", {"qkv_bias": False}, "qkv_bias"),
     ],
 )

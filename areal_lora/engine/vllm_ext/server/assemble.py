@@ -73,7 +73,7 @@ def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
     """vLLM's context of tokens for a run's ``longest`` sequence: room for `SAMPLED` more.
 
     Not where that would be above the original context of a model with LongRoPE: vLLM then takes the long factors at
-    every position, and the trainer the short ones.
+    every position, and the trainer, which goes by ``longest``, the short ones.
     """
     return longest if longest == longrope_context(hf_config) else longest + SAMPLED
 

@@ -52,10 +52,13 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {  # test_server does the same fo
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {}),
+    "mistral tp2": ("mistral", {"tp": 2}),
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
     "mixtral tp2 ep2": ("mixtral", {"tp": 2, "expert_parallel": True}),
 }
-SERVERS = dict(sample(EVERY.items(), 0, lambda named: ["dense" if not named[1][1] else named[0]]))
+SERVERS = dict(
+    sample(EVERY.items(), 0, lambda named: [named[0] if named[1][0] in ("qwen2_moe", "mixtral") else "dense"])
+)
 
 
 @pytest.fixture(scope="module", params=SERVERS)

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
-    **{family: (family, {}) for family in ("qwen3_moe", "mixtral", "llama", "qwen3", "qwen2")},
+    **{family: (family, {}) for family in ("qwen3_moe", "mixtral", "mistral", "llama", "qwen3", "qwen2")},
 }
 SERVERS = dict(sample(EVERY.items(), 0, lambda named: [named[1][1].get("tp", 1)]))
 WEIGHTS = {"qwen3_moe": 6}  # fused weights that one version of the family's model writes

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow  # importing vLLM
 
 MODELS = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",

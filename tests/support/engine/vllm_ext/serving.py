@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "llama": {},
+    "mistral": {"sliding_window": 16},
     "qwen2": {},
     "qwen3": {},
 }

@@ -98,8 +98,9 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("fsdp", [ALL, "trainer.engine=megatron"], {"hf_config": PHI3, "checkpoint": LAYERS}, "model.path", ["'phi3' has no row", "set trainer.engine=fsdp"]),
     ("fsdp", [], {"hf_config": PHI3}, "model.path", ["safetensors files, which are not here"]),
     ("fsdp", [ALL, "rollout.tp=2"], {"hf_config": PHI3, "checkpoint": LAYERS}, "rollout.tp", ["2, but", "'phi3'", "not divided"]),
-    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "helium"}, "checkpoint": LAYERS}, "rollout", ["serves no adapters", "'helium'"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "bitnet"}, "checkpoint": LAYERS}, "rollout", ["serves no adapters", "'bitnet'"]),
     ("fsdp", [ALL], {"hf_config": {**PHI3, "attn_logit_softcapping": 50.0}, "checkpoint": LAYERS}, "model.path", ["no engine trains it", "soft cap"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "ernie4_5", "use_bias": True}, "checkpoint": LAYERS}, "model.path", ["no engine", "use_bias of True, which vLLM serves as False"]),
     ("moe", ["model.shared_memory=true"], {"shared_bytes": 2**30}, "model.shared_memory", ["56.9 GiB", "/dev/shm holds 1.0", "--shm-size"]),
     ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
     ("dense", ["rollout.expert_parallel=true"], {}, "rollout.expert_parallel", ["dense"]),
@@ -123,7 +124,6 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
     ("embedded", ["adapters.0.sampling.n_samples=1025", "adapters.0.sampling.prompts_per_step=1"], {}, "adapters.0.sampling.n_samples", ["1024 sequences"]),
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
-    ("fsdp", [ALL], {"hf_config": {**PHI3, "rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 255}, "checkpoint": LAYERS}, "rollout.max_model_len", ["256 is beyond the 255 positions", "at most 255"]),
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
     ("embedded", ["trainer.cp=2", "trainer.max_tokens_per_microbatch=127"], {}, "trainer.max_tokens_per_microbatch", ["254 tokens of 2", "256", "at least 128"]),
     ("embedded", ["adapters.0.sampling={prompts_per_step: 1, n_samples: 3}", "trainer.world_size=8", "trainer.cp=2"], {}, "adapters.0.sampling.prompts_per_step", ["4 data-parallel replicas"]),
@@ -150,7 +150,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "quantization_config": {"quant_method": "fp8"}}}, "model.path", ["quantised (fp8)", "16-bit checkpoint"]),
     ("fsdp", [], {"hf_config": {**FACTS["embedded"].hf_config, "compression_config": {"format": "dense"}}}, "model.path", ["quantised (of an unknown method)"]),
-    ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "attention_bias": True}}, "model.path", ["attention_bias"]),
+    ("dense", [], {"hf_config": {**known_config("meta-llama/Llama-3.1-8B"), "attention_bias": True}}, "model.path", ["attention_bias", "engine=fsdp"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "rope_scaling": {"type": "yarn"}}}, "model.path", ["'yarn'"]),
 ]
 # fmt: on
@@ -247,7 +247,7 @@ def test_targets_become_canonical() -> None:
 
 def test_the_fsdp_engine_takes_what_megatron_does_not_compute() -> None:
     """Bias in attention, other rotary scalings, sliding windows: transformers' own modules compute them."""
-    hf = {**(known_config("Qwen/Qwen3-8B") or {}), "attention_bias": True, "rope_scaling": {"type": "yarn"}}
+    hf = {**(known_config("meta-llama/Llama-3.1-8B") or {}), "attention_bias": True, "rope_scaling": {"type": "yarn"}}
     (refused,) = check(load_config(DENSE), Facts(hf_config=hf))
     assert (refused.path, refused.fix) == ("model.path", "set trainer.engine=fsdp, or use another model")
     assert check(load_config(DENSE, ["trainer.engine=fsdp", "trainer.tp=1"]), Facts(hf_config=hf)) == ()
