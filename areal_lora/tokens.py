@@ -132,10 +132,6 @@ class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
         """With ``routes`` of the same tokens. Raises ValueError for another number."""
         return msgspec.structs.replace(self, routes=routes)
 
-    def recorded(self) -> TokenColumns:
-        """Without what only training needs: routes, which are 392 bytes a token, kept ids and a teacher's scores."""
-        return msgspec.structs.replace(self, routes=b"", teacher=b"", n_kept=b"", kept=b"", log_mass=b"")
-
     def __len__(self) -> int:
         return len(self.token_ids) // 4
 

@@ -305,8 +305,10 @@ class TrajectoryGroup:
     baseline: float | None = None
 
     def recorded(self) -> TrajectoryGroup:
-        """See `TokenColumns.recorded`."""
-        return replace(self, trajectories=tuple(replace(t, columns=t.columns.recorded()) for t in self.trajectories))
+        """Without what only training needs: routes, which are 392 bytes a token, kept ids and a teacher's scores."""
+        each = ((t, t.columns) for t in self.trajectories)
+        bare = (replace(t, columns=TokenColumns(c.token_ids, c.logprobs, c.versions)) for t, c in each)
+        return replace(self, trajectories=tuple(bare))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

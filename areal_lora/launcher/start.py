@@ -322,7 +322,7 @@ def check_no_job(folder: RunFolder) -> None:
 def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
     """Warn of prompts that are all longer than the room beside an answer, and of few different ones.
 
-    Adapters whose prompts another one has, without a warning, are left out.
+    Prompts of several adapters are read once, unless there is a warning of them.
 
     Hub data sets are read only if ``online``. The tasks must have passed `task_problems`.
     """

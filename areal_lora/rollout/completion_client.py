@@ -242,8 +242,7 @@ class CompletionClient:
         try:
             completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
         except GenerationFault as fault:  # a conversation's version may have left its server before the router knew
-            other = self.newest(ref)
-            if fault.kind is not FaultKind.RETIRED or self.home is None or not self.router.holds(other):
+            if fault.kind is not FaultKind.RETIRED or not self.home or not self.router.holds(other := self.newest(ref)):
                 raise
             return await self.complete(other, request, timeout_s, streamed)
         choices = sorted(completion.choices, key=lambda choice: choice.index)

@@ -35,6 +35,7 @@ from areal_lora.tasks.stored_samples import (
     StoredSamples,
     chat_messages,
     names_in,
+    placeholders_of,
     until_answer,
     value_of,
 )
@@ -283,16 +284,15 @@ def _problems(task: DatasetTask, split: Split, folder: Path | None) -> StoredSam
         if split == "train":  # no copies of them either: public sets have a problem up to a hundred times
             held_out, shown = frozenset(indices), set(map(every.shown, indices))
             others = [index for index in every.indices if index not in held_out]
-            # A file of one problem alone tries a run out.
-            indices = [index for index in others if every.shown(index) not in shown] or others
+            indices = [index for index in others if every.shown(index) not in shown] or others  # of one problem: a try
             if n_copies := len(others) - len(indices):
                 log.info("%s: %d copies of rows that are held out are not trained on", source.path, n_copies)
     if not len(rows):
         why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
         raise ConfigError(source.path, why, "check the file, task.where and task.keep")
-    most = task.n_train if split == "train" else task.n_eval
-    made = _checked[key] = StoredSamples(rows, islice(indices, most), every.sample_of)
+    made = StoredSamples(rows, islice(indices, task.n_train if split == "train" else task.n_eval), every.sample_of)
     sum(1 for _ in made)  # raises for the first bad row
+    _checked[key] = made
     return made
 
 
@@ -334,8 +334,7 @@ def _column(row: Row, name: str, key: str) -> Any:
 def _text(row: Row, name: str, key: str) -> str:
     value = _column(row, name, key)
     if not isinstance(value, str) or not value.strip():
-        holds_messages = isinstance(value, list) and any(isinstance(item, dict) for item in value)
-        fix = f"set task.columns.messages={name}" if holds_messages else f"remove the row, or set {key}"
+        fix = f"set task.columns.messages={name}" if isinstance(value, list) else f"remove the row, or set {key}"
         raise ConfigError(row.place, f"no text in column {name!r}", fix)
     return value
 
@@ -357,12 +356,6 @@ def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
     return Sample(uid=uid, prompt=prompt, answer=answer, messages=tuple(messages), columns=row.values)
 
 
-def _placeholders(names: Iterable[str]) -> re.Pattern[str]:
-    """Those of words and dots, and ``names``, which may have blanks or hyphens. No group: an argument of LaTeX."""
-    name = "|".join([r"\w+(?:\.\w+)*", *map(re.escape, filter(None, names))])
-    return re.compile(rf"\\[A-Za-z]{{2,}}\*?\{{(?:[\w.]+|{name})\}}|\{{({name})\}}")
-
-
 def _filled(template: str, row: Row, prompt_column: str) -> str:
     """``template`` with the row's columns. Other braces stay, as do arguments of LaTeX commands: ``\\boxed{answer}``.
 
@@ -370,7 +363,7 @@ def _filled(template: str, row: Row, prompt_column: str) -> str:
     """
     values, wrong = dict[str, str](), ""
     known = list(dict.fromkeys(("prompt", *names_in(row.values))))
-    placeholders = _placeholders(known)
+    placeholders = placeholders_of(known)
     for name in filter(None, placeholders.findall(template)):
         if name in ("prompt", prompt_column):
             values[name] = _text(row, prompt_column, "task.columns.prompt")
@@ -403,7 +396,7 @@ def typed_sample(task: TaskConfig, text: str, before: Sequence[dict[str, Any]] =
     """
     how = task.format
     if isinstance(task, DatasetTask):
-        placeholders = _placeholders(own := {"prompt", task.columns.prompt})
+        placeholders = placeholders_of(own := {"prompt", task.columns.prompt})
         names = list(filter(None, placeholders.findall(how.template)))
         if names and own.isdisjoint(names):
             reason = f"the prompt needs the column {names[0]!r}, too"

@@ -3,6 +3,7 @@ can drop. Read their chat messages, and the data set's own answers to its prompt
 
 import json
 import mmap
+import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,12 @@ def names_in(columns: Mapping[str, Any]) -> Iterator[str]:
         yield name
         if isinstance(value, dict):
             yield from (f"{name}.{field}" for field in names_in(value))
+
+
+def placeholders_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Placeholders of a template: those of words and dots, and ``names``, which may have blanks or hyphens. No group: an argument of LaTeX."""
+    name = "|".join([r"\w+(?:\.\w+)*", *map(re.escape, filter(None, names))])
+    return re.compile(rf"\\[A-Za-z]{{2,}}\*?\{{(?:[\w.]+|{name})\}}|\{{({name})\}}")
 
 
 def indices_by_value(samples: Sequence[Sample], chosen: StagedDifficulty) -> "dict[str, array[int]]":

@@ -242,7 +242,7 @@ class Batch(ChannelMessage, frozen=True):
     moved: dict[str, tuple[int, int]] = {}
 
     def recorded(self) -> "Batch":
-        """See `TokenColumns.recorded`. Dropped groups come so."""
+        """See `TrajectoryGroup.recorded`. Dropped groups come so."""
         return msgspec.structs.replace(self, groups=tuple(group.recorded() for group in self.groups))
 
 

@@ -59,6 +59,7 @@ class Controller:
         self._one_evaluation = asyncio.Lock()  # it holds its version on the servers, which have one slot for that
         self._moved: dict[str, tuple[int, int]] = {}  # of that evaluation
         self._admission = Admission(adapters)
+        self._served = lambda adapter: router.holds(router.newest(AdapterRef(name=adapter, version=0)))
         for runtime in adapters.values():
             runtime.start, runtime.served = self._start, self._served
 
@@ -69,9 +70,6 @@ class Controller:
 
         runtime.tasks[ticket.seq] = task = self._tasks.create_task(self._roll_out(runtime, ticket))
         task.add_done_callback(ended)
-
-    def _served(self, adapter: str) -> bool:
-        return self._router.holds(self._router.newest(AdapterRef(name=adapter, version=0)))
 
     async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         try:
