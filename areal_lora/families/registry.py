@@ -299,7 +299,7 @@ def derive(tensors: Mapping[str, Shape]) -> Checkpoint:
     experts: dict[str, set[tuple[int, int]]] = defaultdict(set)
     widths: dict[str, Shape] = {}
     for name, shape in tensors.items():
-        if (found := _LAYER.match(name)) is None:
+        if (found := _LAYER.match(name)) is None or name.startswith("mtp."):  # EXAONE's, as `Checkpoint.below`
             continue
         per_layer[f"{found['prefix']}.{found['layer']}"] += math.prod(shape)
         if not name.endswith(".weight") or len(shape) != 2:

@@ -35,7 +35,7 @@ _ROWS, _ROWLESS = supported(), tuple(sorted(PACKED))
 _PRESETS: dict[str, Mapping[str, object]] = {str(kind): row for kind, row in PRESETS.items()}
 _KINDS = tuple(_PRESETS)
 _SERVED = tuple(kind for kind in _ROWLESS if kind not in UNSERVED)
-_WITH_EXPERTS = ("ernie4_5_moe", "flex_olmo", "glm4_moe", "olmoe")
+_WITH_EXPERTS = ("ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "olmoe")
 """Families without a row whose experts are published one by one."""
 
 _LAYOUTS = "tests/process/distributed/test_layouts.py"
@@ -165,7 +165,7 @@ def _fsdp(family: str) -> str:
 
 
 def _rowless(kind: str) -> Tests:
-    return (f"{_ROWLESS_MERGED if kind in ('ernie4_5_moe', 'glm4_moe') else _PEFT}[{kind}]",)
+    return (f"{_ROWLESS_MERGED if kind in ('ernie4_5_moe', 'exaone_moe', 'glm4_moe') else _PEFT}[{kind}]",)
 
 
 def _arithmetic(kind: str) -> Tests:

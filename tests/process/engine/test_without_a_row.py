@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 SERVED = sorted(PACKED - UNSERVED)
 # fused projections, no gate, experts, scaled logits, a window of its own meaning
 UNLIKE = {"phi3", "starcoder2", "olmoe", "granite", "cohere2"}
-PEFT_READS_A_PART = ["ernie4_5_moe", "glm4_moe"]
+PEFT_READS_A_PART = ["ernie4_5_moe", "exaone_moe", "glm4_moe"]
 PREFIX = "base_model.model."
 
 

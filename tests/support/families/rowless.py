@@ -31,6 +31,8 @@ ROWLESS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in sorted(PACKED - {"phi3", "starcoder2", "olmoe", "granite"})},
     "granite": {"logits_scaling": 4.0},
     **{kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "ministral")},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    "exaone_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 6},
     "glm4_moe": {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     # as all published ones; vLLM assumes it
     **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "gemma", "gemma3_text")},

@@ -94,8 +94,10 @@ def test_experts_with_known_names_are_adapted_one_by_one() -> None:
 
 
 def test_layers_that_predict_several_tokens_are_not_adapted() -> None:
-    """GLM-4.5 publishes one after its last layer; transformers makes no module of it."""
-    mtp = {n.replace("layers.1", "layers.2"): size for n, size in (NAMES | EXPERTS).items() if "layers.1" in n}
+    """GLM-4.5 publishes one after its last layer, EXAONE beside; transformers makes no module of them."""
+    last = {n: size for n, size in (NAMES | EXPERTS).items() if "layers.1" in n}
+    mtp = {n.replace("layers.1", "layers.2"): size for n, size in last.items()}
+    mtp |= {n.replace("model.layers.1", "mtp.layers.0"): size for n, size in last.items()}
     mtp |= {"model.layers.2.eh_proj.weight": (8, 16), "model.layers.2.embed_tokens.weight": (32, 8)}
     plain, found = shape_of(NAMES | EXPERTS), shape_of(NAMES | EXPERTS | mtp)
     assert modules(["all-linear"], [], found) == modules(["all-linear"], [], plain)
