@@ -15,7 +15,6 @@ import decimal
 import difflib
 import json
 import random
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice

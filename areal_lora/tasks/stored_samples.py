@@ -95,7 +95,10 @@ def names_in(columns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def placeholders_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Placeholders of a template: those of words and dots, and ``names``, which may have blanks or hyphens. No group: an argument of LaTeX."""
+    """Placeholders of a template: of words and dots, and ``names``, which may have blanks or hyphens.
+
+    No group: an argument of LaTeX.
+    """
     name = "|".join([r"\w+(?:\.\w+)*", *map(re.escape, filter(None, names))])
     return re.compile(rf"\\[A-Za-z]{{2,}}\*?\{{(?:[\w.]+|{name})\}}|\{{({name})\}}")
 
