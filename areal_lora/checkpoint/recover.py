@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -287,13 +287,22 @@ def aliases_of(shape: ModelShape, spec: AdapterSpec) -> dict[str, str]:
     return found
 
 
-def evaluations_of(folder: RunFolder, manifest: state.Manifest) -> dict[int, state.Evaluation]:
-    """Evaluations of the versions up to that of a checkpoint, whose own one is requested after it is written."""
-    found, name, last = dict(manifest.evaluations), manifest.spec.name, manifest.version
+def recorded_evaluations(folder: RunFolder) -> dict[str, dict[int, state.Evaluation]]:
+    """The valid evaluations of the first set, by adapter and version. Reads all records of the run."""
+    found: dict[str, dict[int, state.Evaluation]] = {}
     for r in iter_metrics(folder):
-        if isinstance(r, EvalRecord) and (r.adapter, r.order) == (name, 0) and r.version <= last:
-            found[r.version] = state.Evaluation(accuracy=r.accuracy, reward_mean=r.reward_mean, measure=r.measure)
+        if isinstance(r, EvalRecord) and r.order == 0:
+            evaluation = state.Evaluation(accuracy=r.accuracy, reward_mean=r.reward_mean, measure=r.measure)
+            found.setdefault(r.adapter, {})[r.version] = evaluation
     return found
+
+
+def evaluations_of(
+    manifest: state.Manifest, recorded: Mapping[str, Mapping[int, state.Evaluation]]
+) -> dict[int, state.Evaluation]:
+    """Evaluations of the versions up to that of a checkpoint, whose own one is requested after it is written."""
+    own = recorded.get(manifest.spec.name, {})
+    return {**manifest.evaluations, **{v: found for v, found in own.items() if v <= manifest.version}}
 
 
 def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text: str) -> int:
@@ -308,7 +317,7 @@ def _chosen(folder: RunFolder, adapter: AdapterConfig, present: list[int], text:
         raise ConfigError(str(folder), reason, "let the run take a step first")
     if text == NEWEST:
         return newest.manifest.version
-    found = evaluations_of(folder, newest.manifest)
+    found = evaluations_of(newest.manifest, recorded_evaluations(folder))
     best = state.best_version({version: found[version] for version in present if version in found})
     if best is None:
         raise ConfigError(f"--version {BEST}", "no kept version was evaluated", f"give a number, or {NEWEST}")

@@ -26,7 +26,7 @@ WIDTH, OWN_FILES = 34, "own files"
 LINES = {
     "": 930,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
     "algorithms": 1612,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
-    "checkpoint": 1459,  # a save starts before its copies are complete; a name taken over; measures; patterns
+    "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2369,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
     "config": 4761,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
     "data": 933,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
@@ -45,7 +45,7 @@ LINES = {
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3572,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
-    "trainer": 4361,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
+    "trainer": 4372,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
     "weight_sync": 5740,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }
 """Lines of each room; those of the package's own files are under the empty name."""

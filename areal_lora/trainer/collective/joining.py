@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from areal_lora.checkpoint.recover import explain
+from areal_lora.checkpoint.recover import explain, recorded_evaluations
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import alone, joined
 from areal_lora.config.sizing.slots import adapter_capacity
@@ -171,7 +171,9 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
     restored, problem = None, ""
     try:
         trainer.engine.add_adapter(adapter.spec, config.optimizer, adapter.run.seed)
-        restored = load(trainer.engine, adapter, work.checkpoint, trainer.run_folder)
+        reads = trainer.rank_0 and work.checkpoint and not config.is_client
+        recorded = recorded_evaluations(trainer.run_folder) if reads else {}
+        restored = load(trainer.engine, adapter, work.checkpoint, recorded)
     except (ArealLoraError, OSError) as error:
         problem = str(error)
     problem = first_problem(problem, trainer.control)

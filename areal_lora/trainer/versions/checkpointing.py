@@ -25,7 +25,15 @@ from areal_lora.checkpoint import state as saved
 from areal_lora.checkpoint.adapter_io import load_peft, peft_writer
 from areal_lora.checkpoint.checkpoint_store import CheckpointSave, Saver, Snapshot
 from areal_lora.checkpoint.merged_folder import fused
-from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint, check_usable, evaluations_of, explain, tidy
+from areal_lora.checkpoint.recover import (
+    AdapterResume,
+    WholeCheckpoint,
+    check_usable,
+    evaluations_of,
+    explain,
+    recorded_evaluations,
+    tidy,
+)
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import AdapterRun, adapter_named, adapter_run
 from areal_lora.distributed.store import Exchange
@@ -297,7 +305,8 @@ def resume(
     if exchange.rank == 0:
         mine = msgspec.msgpack.encode(chosen(explain(run_folder, config), config))
     paths = msgspec.msgpack.decode(exchange.broadcast_bytes(mine), type=list[str])
-    found = {a.name: load(engine, a, path, run_folder) for a, path in zip(adapters, paths, strict=True)}
+    recorded = recorded_evaluations(run_folder) if exchange.rank == 0 and any(paths) else {}
+    found = {a.name: load(engine, a, path, recorded) for a, path in zip(adapters, paths, strict=True)}
     return {name: restored for name, restored in found.items() if restored is not None}
 
 
@@ -319,10 +328,12 @@ def chosen(plan: Sequence[AdapterResume], config: Config) -> list[str]:
     return [str(a.newest.path) if a.newest else "" for a in plan]
 
 
-def load(engine: AdapterEngine, adapter: Adapter, path: str, run_folder: RunFolder) -> RestoredState | None:
+def load(
+    engine: AdapterEngine, adapter: Adapter, path: str, recorded: Mapping[str, Mapping[int, saved.Evaluation]]
+) -> RestoredState | None:
     """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective.
 
-    Rank 0 reads the run's evaluations; adapters that clients drive have none.
+    ``recorded`` are the run's evaluations, on rank 0.
     """
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
@@ -335,9 +346,7 @@ def load(engine: AdapterEngine, adapter: Adapter, path: str, run_folder: RunFold
     companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)
     controller = ControllerState(
-        ledger=manifest.ledger,
-        evaluations={} if engine.rank or adapter.config.is_client else evaluations_of(run_folder, manifest),
-        pending=frozenset(manifest.awaited),
+        ledger=manifest.ledger, evaluations=evaluations_of(manifest, recorded), pending=frozenset(manifest.awaited)
     )
     return RestoredState(
         version=manifest.version, controller=controller, kl_scale=manifest.kl_scale, correction=manifest.correction

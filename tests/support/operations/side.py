@@ -199,7 +199,7 @@ class Side:
         self.trainer.states[adapter.name] = state
         engine: Any = self.engine
         found = find(self.folder, adapter.name).newest
-        if (restored := load(engine, adapter, str(found.path) if found else "", self.folder)) is not None:
+        if (restored := load(engine, adapter, str(found.path) if found else "", {})) is not None:
             state.version = restored.version
             self.trainer.checkpointing.resumed(adapter.name, state.version)
             self.recorder.joined(state.ref, steps=None, resumed=True)

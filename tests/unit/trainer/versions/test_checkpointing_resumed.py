@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from areal_lora.checkpoint.checkpoint_store import plan_deletions, version_folder
-from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint
+from areal_lora.checkpoint.recover import AdapterResume, WholeCheckpoint, recorded_evaluations
 from areal_lora.checkpoint.state import Evaluation, Manifest
 from areal_lora.config.load import load_config
 from areal_lora.obs.metrics.records import EvalRecord
@@ -39,7 +39,7 @@ def test_the_evaluation_of_the_newest_checkpoint_is_among_those_of_the_resumed_r
     MetricsWriter(folder).write(last)
     path = str(version_folder(folder.adapter_checkpoints(SPEC.name), 50))
     engine: Any = SimpleNamespace(rank=0, device=device, load_state=lambda name, tensors, step: None)
-    restored = load(engine, make_adapter(), path, folder)
+    restored = load(engine, make_adapter(), path, recorded_evaluations(folder))
     assert restored is not None
     known = restored.controller.evaluations
     assert known == measured | {50: Evaluation(accuracy=0.75, reward_mean=0.25, measure="m")}
