@@ -114,7 +114,7 @@ def test_the_page_trains_in_two_commands(own: Path, parts: list[Block]) -> None:
     [
         ("adapters.policy.task.train=nowhere.jsonl", "adapters.0.task.train: nowhere.jsonl: no such file"),
         ("adapters.policy.task.columns.answer=gold", "no column 'gold' (fix: set task.columns.answer"),
-        ("adapters.policy.task.columns.messages=problem", "holds no list of messages"),
+        ("adapters.policy.task.columns.messages=problem", "is text"),
     ],
 )
 def test_wrong_input_is_one_line_before_anything_starts(own: Path, override: str, words: str) -> None:
