@@ -52,4 +52,4 @@ def test_what_a_wrapper_prints_is_no_answer_and_a_line_of_setup_that_fails_is_na
     assert (facts.problem, bool(facts.version)) == ("", True)
     failing = SlurmConfig(setup=["true", "false"]).prefix("trainer")
     facts = probe_role("trainer", sys.executable, failing)
-    assert facts.problem == "it ended with code 69: cluster.slurm.setup: false ended with code 1"
+    assert "it ended with code 69: error: cluster.slurm.setup: false ended with code 1 on " in facts.problem
