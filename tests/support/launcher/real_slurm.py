@@ -188,7 +188,9 @@ class Slurm:
                         process.kill()
             daemon.kill()
             daemon.wait()
-        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        for _ in range(4):  # a late answer of the daemon's returns the node to service
+            self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+            time.sleep(0.5)
 
     def processes(self) -> list[psutil.Process]:
         """All that jobs have started. Daemons aside, each has the cluster's folder in its environment."""
