@@ -95,9 +95,10 @@ def _routes(packed: PackedGroups) -> Tensor | None:
     shape, flat = packed.shape, packed.routes
     if shape is None or flat is None:
         return None
-    experts = flat.view(shape.dtype).astype(np.int16)  # of two bytes 65535 becomes -1
-    if shape.dtype == "<u1":
-        experts[experts == 255] = -1
+    if shape.dtype == "<u1":  # 255 + 1 is 0: half the time of a comparison and a masked store, of gigabytes
+        experts = (flat.view("<u1") + np.uint8(1)).astype(np.int16) - np.int16(1)
+    else:
+        experts = flat.view(shape.dtype).astype(np.int16)  # 65535 becomes -1
     return torch.from_numpy(experts.reshape(-1, shape.layers, shape.per_token))
 
 

@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2369,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
     "config": 4761,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
-    "data": 933,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
+    "data": 934,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
     "engine": 12065,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
@@ -46,7 +46,7 @@ LINES = {
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3572,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
     "trainer": 4372,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
-    "weight_sync": 5740,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
+    "weight_sync": 5747,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {

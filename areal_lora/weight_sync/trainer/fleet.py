@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages
@@ -102,7 +102,8 @@ class Fleet:
         self._lines: dict[ServerEndpoint, _Line] = {}
         self.groups: Sequence[RelayGroup] = ()
         self._away: dict[ServerEndpoint, set[str]] = {}  # adapters that former members, which may return, have to drop
-        self._judged, self._judging = set[tuple[str, bytes]](), threading.Lock()  # layouts, and modules that fit them
+        self._judged: dict[tuple[str, bytes], str] = {}  # why a layout does not fit a server's modules, or nothing
+        self._judging = threading.Lock()
 
     def keep(self, members: Iterable[ServerEndpoint]) -> None:
         """Open and close lines so that exactly ``members`` have one."""
@@ -201,13 +202,18 @@ class Fleet:
 
     def _judge(self, layout: AdapterLayout, client: AdminClient, timeout_s: float) -> None:
         """`messages.check_served` of the server's modules, of equal ones once: for a large MoE it takes 0.2 s."""
-        reply = client.call(messages.MODULES_PATH, None, msgspec.Raw, timeout_s)
+        reply = client.modules(timeout_s)
         key = (layout.digest, hashlib.blake2b(reply).digest())
         with self._judging:
             if key not in self._judged:
-                content = answered(client.server, messages.MODULES_PATH, 200, bytes(reply), messages.ModulesReply)
-                messages.check_served(layout, content)
-                self._judged.add(key)
+                content = answered(client.server, messages.MODULES_PATH, 200, reply, messages.ModulesReply)
+                self._judged[key] = ""
+                try:
+                    messages.check_served(layout, content)
+                except AdapterError as error:
+                    self._judged[key] = str(error)
+        if reason := self._judged[key]:
+            raise AdapterError(reason)
 
     def join(
         self,

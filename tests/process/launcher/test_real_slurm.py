@@ -107,11 +107,14 @@ def planned(folder: Path, trainer: str, *overrides: str, server: str = HEARS) ->
     return config, make_plan(config, Facts(hf_config=known_config(QWEN)))
 
 
-def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str, server: str = HEARS) -> Job:
+def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str, server: str = HEARS, **around: str) -> Job:
+    """``around``: variables of an allocation that it is submitted in."""
     config, plan = planned(folder, trainer, *overrides, server=server)
     with ENVIRONMENT, pytest.MonkeyPatch.context() as patch:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, slurm.environment[name])
+        for name, value in around.items():
+            patch.setenv(name, value)
         patch.setattr(sys, "executable", forked_python())  # of the supervisor
         with RunStart(config) as run:
             return Job(id=submit(config, plan, run.prepare), folder=plan.run_folder.path, config=config)
@@ -168,7 +171,7 @@ def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slur
     rank = 'echo "rank $RANK of $WORLD_SIZE on $SLURMD_NODENAME"'
     for name in ("controller-0", "server-0", "server-1"):
         rank += f'; until [ -e "$R/sessions/$AREAL_LORA_SESSION/heartbeats/{name}" ]; do sleep 0.1; done'
-    job = submitted(slurm, tmp_path / "with a space", rank)
+    job = submitted(slurm, tmp_path / "with a space", rank, "cluster.slurm.extra=[--export=NONE]")
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.log(f"job-{job.id}")
     nodes = slurm.run("scontrol", "show", "hostnames", ended["NodeList"]).split()
@@ -184,7 +187,9 @@ def case_every_task_is_on_its_node_and_the_trainers_end_ends_the_job(slurm: Slur
 
 
 def case_a_rank_that_ends_with_65_ends_the_job_with_65(slurm: Slurm, tmp_path: Path) -> None:
-    job = submitted(slurm, tmp_path, f'if [ "$RANK" = 2 ]; then sleep 1; exit 65; fi; {SLEEPS}')
+    rank = f'if [ "$RANK" = 2 ]; then sleep 1; exit 65; fi; {SLEEPS}'
+    # With the second variable its steps would be refused.
+    job = submitted(slurm, tmp_path, rank, SLURM_JOB_ID="1", SLURM_NTASKS_PER_GPU="1")
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "65:0", "0")
     assert "trainer-2 exited with code 65" in job.log(f"job-{job.id}")

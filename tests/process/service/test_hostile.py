@@ -72,7 +72,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
             found.used.append(
                 {"files": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss}
             )
-        # Which quotas are exceeded depends on who comes first, and only one request in 900 has a 410.
+        # Which quotas are exceeded depends on their order, and only one request in 900 has a 410.
         for more in range(2, 42):
             if found.statuses().keys() >= VARIED:
                 break

@@ -153,7 +153,7 @@ def test_a_mixed_batch_equals_each_alone(served: RunningServer) -> None:
 
 def test_what_the_server_can_bind_is_what_the_checkpoint_has(served: RunningServer) -> None:
     tensors = served.adapter(1)
-    reply = served.admin.modules(120.0)
+    reply = served.modules()
     assert {f"{m}.lora_B.weight": (n_out, 8) for m, (_, n_out) in reply.modules.items()} == {
         n: tuple(t.shape) for n, t in tensors.items() if "lora_B" in n
     }

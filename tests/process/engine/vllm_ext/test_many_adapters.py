@@ -91,7 +91,7 @@ def tenants(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_a_slot_takes_the_memory_that_the_plan_says(tenants: Tenants) -> None:
     """One prediction for slots of mixed targets, within 10 % (of the even model: one expert more or less shows)."""
-    reply, config = tenants.server.admin.modules(120.0), tenants.server.config
+    reply, config = tenants.server.modules(), tenants.server.config
     shape = ModelShape.from_hf(AutoModelForCausalLM.from_pretrained(tenants.server.model).config.to_dict())
     assert reply.slots == len(TARGETS) + 2
     assert slot_parameters(config, shape) * 4 == pytest.approx(reply.slot_bytes, rel=0.1)

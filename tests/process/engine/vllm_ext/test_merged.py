@@ -98,7 +98,7 @@ def test_what_a_merged_server_refuses(served: RunningServer) -> None:
     ref = publish(served, served.adapter(1))
     before = served.score(ref)
     with pytest.raises(AdapterError, match="expects it merged"):
-        check_served(served.layout(served.adapter(2)), served.admin.modules(120.0))
+        check_served(served.layout(served.adapter(2)), served.modules())
     with pytest.raises(ManifestError, match="is not served by this engine"):
         served.publish(served.adapter(2))
     weights = merged(served, served.adapter(2))

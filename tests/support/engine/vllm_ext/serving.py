@@ -32,7 +32,7 @@ from areal_lora.weight_sync.admin_client import AdminClient
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.broadcast_groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, base_digest, encode, shard_keys
-from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
+from areal_lora.weight_sync.messages import JoinRequest, ModulesReply, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.engine.vllm_ext.second_server import SECOND_RUNNER, SECOND_SERVER
 from tests.support.forks.starter import Fork, starter_of
@@ -292,6 +292,9 @@ class RunningServer:
     def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0) -> list[float]:
         """What the server says. [T]"""
         return self.admin.score(str(ref) if ref else None, [token_ids], 120.0, temperature)[0]
+
+    def modules(self) -> ModulesReply:
+        return msgspec.msgpack.decode(self.admin.modules(120.0), type=ModulesReply)
 
     def layout(self, tensors: Tensors, spec: AdapterSpec | None = None, dtype: str = "float32") -> AdapterLayout:
         return make_layout(spec or self.spec, dtype, {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {})

@@ -26,7 +26,7 @@ from tests.support.trainer.recorded import make_adapter
 
 
 def test_the_evaluation_of_the_newest_checkpoint_is_among_those_of_the_resumed_run(tmp_path: Path) -> None:
-    """A run of 50 steps that goes on: v50 is the best, no multiple of eval.every_steps, and is not measured again."""
+    """A run of 50 steps that continues: v50 is the best, no multiple of eval.every_steps, and is not measured again."""
     folder, device = RunFolder(tmp_path), torch.device("cpu")
     measured = {40: Evaluation(accuracy=0.5, reward_mean=0.5)}
     made = stores(tmp_path)

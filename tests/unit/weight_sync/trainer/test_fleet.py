@@ -283,12 +283,13 @@ def test_equal_modules_of_many_servers_are_judged_once(monkeypatch: pytest.Monke
     assert errors(answers(fleet.check(servers, layout, None, WAIT_S), time.monotonic() + WAIT_S)) == {}
     assert len(judged) == 1
     assert fleet.checked(servers, layout)
-    late = ServerEndpoint(name="late", host="h", admin_port=65, data_port=9, workers=1)
-    replies[late] = other
-    fleet.keep([*servers, late])
-    failed = errors(answers(fleet.check([*servers, late], layout, None, WAIT_S), time.monotonic() + WAIT_S))
-    assert list(failed) == [late], "another one has its own verdict"
-    assert "differ in the size of model.layers.0.self_attn.o_proj" in str(failed[late])
+    late = [ServerEndpoint(name=f"late-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(64)]
+    replies |= dict.fromkeys(late, other)
+    fleet.keep([*servers, *late])
+    failed = errors(answers(fleet.check([*servers, *late], layout, None, WAIT_S), time.monotonic() + WAIT_S))
+    assert failed.keys() == {*late}, "others have a verdict of their own"
+    assert all("differ in the size of model.layers.0.self_attn.o_proj" in str(failed[each]) for each in late)
+    assert len(judged) == 2, "a refusal, too"
     fleet.keep([])
 
 
