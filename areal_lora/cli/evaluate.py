@@ -93,7 +93,7 @@ async def _measured(
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, folder.path))
         sessions = Sessions()
         if any(each.workflow.calls_endpoint for each in sets):
-            sessions = await stack.enter_async_context(agent_gateway())
+            sessions = await stack.enter_async_context(agent_gateway(config.model.folder))
         workers = await stack.enter_async_context(
             EnvironmentWorkers(adapter.workflow, ContextFields.of(config, adapter), held_out=ranks_of(sets))
         )

@@ -33,6 +33,7 @@ from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconn
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.anthropic_messages import message_body, message_events, parse_messages
 from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
+from areal_lora.rollout.agent_api.prompt_writers import PromptWriters
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, anthropic_error, check_fields, error_body
 from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, SamplingRequest, Spell, event_bytes
 from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
@@ -107,7 +108,8 @@ class AgentWorkflow:
     async def _tried(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
     ) -> tuple[Session, float | Score | None]:
-        session = Session(context=context, ref=ref, seed=seed, tool_parser=self.tool_parser)
+        writers, parser = self.sessions.writers, self.tool_parser
+        session = Session(context=context, ref=ref, seed=seed, writers=writers, tool_parser=parser)
         try:
             result = await self._played(session, prompt)
             if not (trained := session.trained()):
@@ -194,9 +196,9 @@ APIS = {
 
 
 @contextlib.asynccontextmanager
-async def agent_gateway() -> AsyncIterator[Sessions]:
-    """Serve the agents of the sessions, at their ``port``, inside the block."""
-    sessions = Sessions()
+async def agent_gateway(folder: str | None = None) -> AsyncIterator[Sessions]:
+    """Serve the agents of the sessions, at their ``port``, inside the block. ``folder`` has the model's tokenizer."""
+    sessions = Sessions(PromptWriters.of_this_machine(folder) if folder else None)
     answer = partial(partial, _answer, sessions)
     app = Starlette(
         routes=[
@@ -211,7 +213,8 @@ async def agent_gateway() -> AsyncIterator[Sessions]:
         serving = watched_task("agent-endpoint", server.serve)
         sessions.port = sock.getsockname()[1]
         try:
-            yield sessions
+            async with sessions.writers:
+                yield sessions
         finally:
             server.should_exit = True
             await serving
@@ -286,7 +289,7 @@ async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Bo
 
 async def _count_tokens(session: Session, request: Request, body: Body) -> Response:
     wanted = parse_messages(body)
-    return JSONResponse({"input_tokens": len(session.prompt(wanted).token_ids)})
+    return JSONResponse({"input_tokens": len((await session.prompt(wanted)).token_ids)})
 
 
 async def _models(session: Session, request: Request, body: Body) -> Response:

@@ -221,7 +221,7 @@ async def serve(
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
         if config.service or any(part.config.workflow.calls_endpoint for part in data):
-            sessions = await stack.enter_async_context(agent_gateway())
+            sessions = await stack.enter_async_context(agent_gateway(config.model.folder))
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}

@@ -14,27 +14,23 @@ that writes earlier turns differently once others follow (without their thoughts
 
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.errors import ConfigError
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, refuse, warn_once
+from areal_lora.rollout.agent_api.prompt_writers import PromptJob, PromptStart, PromptWriters
+from areal_lora.rollout.agent_api.refusals import AgentRequestError, warn_once
 from areal_lora.rollout.agent_api.replies import SampledReply, SamplingRequest, Turn, digest
 from areal_lora.rollout.workflow import PackedTurns
 from areal_lora.types import THOUGHT_END
-
-_ANSWER = "areal answer"
 
 
 class KnownTurns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """``n`` turns up to an answer and with it: those of ``before``, then ``added``. Memory is for these only.
 
     Their tokens are the first ``end`` ones of ``conversation``, the last ``n_sampled`` of them the answer. ``written``
-    is length and digest of what the template wrote before the answer. No cycle can hold one, nor a turn: the garbage
+    is as in `PromptStart`. No cycle can hold one, nor a turn: the garbage
     collector, which stops the event loop, need not visit them.
     """
 
@@ -44,7 +40,7 @@ class KnownTurns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     conversation: PackedTurns
     end: int
     n_sampled: int
-    written: tuple[int, bytes]
+    written: tuple[int, bytes] | None
 
     def turns(self) -> list[Turn]:
         known: KnownTurns | None = self
@@ -62,7 +58,7 @@ class WrittenPrompt:
     token_ids: Sequence[int]
     known: KnownTurns | None = None
     digest: bytes = b""
-    written: tuple[int, bytes] = (0, b"")
+    written: tuple[int, bytes] | None = None
 
     @property
     def n_known(self) -> int:
@@ -74,14 +70,19 @@ class Prompts:
     """The prompts of one session. Conversations are found by digests of their turns, of the tools first."""
 
     formatter: Formatter
+    writers: PromptWriters
+    _how: str = field(init=False)
     _known: dict[bytes, tuple[KnownTurns, ...]] = field(default_factory=dict)  # that differ in thoughts, or in tokens
     _texts: dict[str, tuple[PackedTurns, int]] = field(default_factory=dict)  # of plain prompts and their answers
     _tools: set[bytes] = field(default_factory=set)  # that the template writes
 
-    def of(self, request: SamplingRequest) -> WrittenPrompt:
+    def __post_init__(self) -> None:
+        self._how = self.formatter.how.model_dump_json()
+
+    async def of(self, request: SamplingRequest) -> WrittenPrompt:
         """Raises AgentRequestError."""
         if request.turns is not None:
-            return self._of_turns(request, request.turns)
+            return await self._of_turns(request, request.turns)
         if isinstance(request.prompt, list):
             return WrittenPrompt(token_ids=request.prompt)
         known = max((t for t in self._texts if request.prompt.startswith(t)), key=len, default="")
@@ -115,68 +116,32 @@ class Prompts:
         self._known[key] = (*self._known.get(key, ()), known)
         return known
 
-    def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> WrittenPrompt:
+    async def _of_turns(self, request: SamplingRequest, turns: tuple[Turn, ...]) -> WrittenPrompt:
         if not self.formatter.tokenizer.chat_template:
             raise AgentRequestError(400, "this model's tokenizer has no chat template; use /v1/completions")
-        text = self._text(turns, request.tools, last=True)
         digests = [digest(b"", request.tools)]
-        if request.tools and digests[0] not in self._tools:
-            if text == self._text(turns, [], last=True):
-                reason = "the model's chat template does not write tools, so the model would not know of them"
-                raise refuse("tools", reason)
-            self._tools.add(digests[0])
         for turn in turns:
             digests.append(turn.digest(digests[-1]))
         found = (_best(self._known[d], turns) for d in reversed(digests) if d in self._known)
         known = next((each for each in found if each is not None), None)
-        ids, encode = None, self.formatter.tokenizer.encode
+        ids, start = array("i"), None
         if known is not None:
-            before = known.conversation.ids(known.end)
-            sampled = before[known.end - known.n_sampled :].tolist()
-            after = self._appended(turns[known.n :]) or self._after(known, sampled, request, text)
-            if after is None:
-                warn_once(
-                    "the chat template writes earlier turns differently, so that turns of a conversation are sequences"
-                    " of their own; task.format.kind=chat_append keeps them as they were sampled"
-                )
-            else:
-                ids = before
-                ids.extend(self.formatter.without_end(encode(after, add_special_tokens=False), ids))
-        if ids is None:  # a template writes special tokens itself
-            ids = array("i", encode(text, add_special_tokens=False))
-        return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=(len(text), digest(b"", text)))
-
-    def _appended(self, new: Sequence[Turn]) -> str:
-        """With `chat_append` what the template writes for ``new`` turns after any answer; empty if it refuses them."""
-        if self.formatter.how.kind == "chat_append":
-            with suppress(ConfigError):
-                return self.formatter.after_answer([turn.for_template() for turn in new], last=True)
-        return ""
-
-    def _after(self, known: KnownTurns, sampled: list[int], request: SamplingRequest, text: str) -> str | None:
-        """What follows the answer, ``sampled``, in ``text``; None if the template writes the turns before it otherwise.
-
-        It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
-        template writes that, else after any answer.
-        """
-        n, before = known.written
-        if digest(b"", text[:n]) != before:
-            return None
-        for ids in (sampled, sampled[:-1]):  # with the end of sequence and without
-            spelt = self.formatter.tokenizer.decode(ids, skip_special_tokens=False)
-            if text.startswith(spelt, n):
-                return text[n + len(spelt) :]
-        given = (request.turns or ())[: known.n]
-        head = self._text(given, request.tools, last=False)
-        marked = (*given[:-1], Turn(role="assistant", content=_ANSWER))
-        _, found, end = self._text(marked, request.tools, last=False).rpartition(_ANSWER)
-        return end + text[len(head) :] if found and text.startswith(head) and head.endswith(end) else None
-
-    def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
-        try:
-            return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
-        except ConfigError as error:
-            raise AgentRequestError(400, error.reason, "messages") from None
+            ids = known.conversation.ids(known.end)
+            sampled = ids[known.end - known.n_sampled :].tolist()
+            start = PromptStart(n=known.n, sampled=sampled, written=known.written)
+        new_tools = bool(request.tools) and digests[0] not in self._tools
+        job = PromptJob(how=self._how, turns=turns, tools=request.tools, check_tools=new_tools, start=start)
+        text = await self.writers.write(self.formatter, job)
+        if request.tools:
+            self._tools.add(digests[0])
+        if known is not None and not text.continues:
+            ids = array("i")
+            warn_once(
+                "the chat template writes earlier turns differently, so that turns of a conversation are sequences"
+                " of their own; task.format.kind=chat_append keeps them as they were sampled"
+            )
+        ids.frombytes(text.token_ids)
+        return WrittenPrompt(token_ids=ids, known=known, digest=digests[-1], written=text.written)
 
 
 def _best(found: Sequence[KnownTurns], turns: Sequence[Turn]) -> KnownTurns | None:

@@ -81,16 +81,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         content = self.content.rpartition(THOUGHT_END)[2].strip() if self.role == "assistant" else self.content
         if not self.calls:  # JSON takes twice as long, for each earlier turn of a request
             fields = self.role, self.name, self.call_id, content
-            return _hashed(before, f"{[*map(len, fields)]}{''.join(fields)}")
+            return text_digest(f"{[*map(len, fields)]}{''.join(fields)}", before)
         compared = self.role, content, self.name, [(c.name, c.compared()) for c in self.calls], self.call_id
         return digest(before, compared)
 
 
 def digest(before: bytes, value: Any) -> bytes:
-    return _hashed(before, json.dumps(value, sort_keys=True))
+    return text_digest(json.dumps(value, sort_keys=True), before)
 
 
-def _hashed(before: bytes, text: str) -> bytes:
+def text_digest(text: str, before: bytes = b"") -> bytes:
     return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 

@@ -15,6 +15,7 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
+from areal_lora.rollout.agent_api.prompt_writers import PromptWriters
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
@@ -107,6 +108,7 @@ class Session:
     context: WorkflowContext
     ref: AdapterRef
     seed: int
+    writers: PromptWriters = field(default_factory=PromptWriters)
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
@@ -121,9 +123,9 @@ class Session:
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
-        self.prompts = Prompts(self.context.formatter)
+        self.prompts = Prompts(self.context.formatter, self.writers)
 
-    def prompt(self, request: SamplingRequest) -> WrittenPrompt:
+    async def prompt(self, request: SamplingRequest) -> WrittenPrompt:
         """Raises AgentRequestError for what cannot be sampled."""
         if request.model != self.ref.name:
             raise AgentRequestError(
@@ -131,7 +133,7 @@ class Session:
             )
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
-        prompt = self.prompts.of(request)
+        prompt = await self.prompts.of(request)
         if not len(prompt.token_ids):
             raise AgentRequestError(400, "the prompt has no tokens")
         return prompt
@@ -143,7 +145,7 @@ class Session:
 
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
         """
-        prompt = self.prompt(request)
+        prompt = await self.prompt(request)
         if (n := len(prompt.token_ids)) >= (limit := self.context.max_model_len):
             self.full = True
             raise context_full(n, limit)
@@ -321,11 +323,13 @@ class Session:
 class Sessions:
     """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one.
 
+    ``writers`` write the prompts of its sessions.
+
     Answers that are not trained on are counted by adapter, with a line of the log each time that their number doubles.
     """
 
-    def __init__(self) -> None:
-        self.port = 0
+    def __init__(self, writers: PromptWriters | None = None) -> None:
+        self.port, self.writers = 0, writers or PromptWriters()
         self._open: dict[bytes, Session] = {}
         self._untrained: dict[str, int] = {}
 

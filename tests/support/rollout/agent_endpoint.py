@@ -82,12 +82,13 @@ def episode(
     kept: ConversationFile | None = None,
     scorer: Graded | None = None,
     n_samples: int = 1,
+    folder: str | None = None,
 ) -> Episode:
     """Raises what the agent raises as a fault of the group."""
 
     async def main() -> Episode:
         sampling = SAMPLING.model_copy(update={"n_samples": n_samples, "timeout_s": 120.0})
-        async with served(server, scorer or Graded(), sampling) as context, agent_gateway() as sessions:
+        async with served(server, scorer or Graded(), sampling) as context, agent_gateway(folder) as sessions:
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
             )

@@ -145,20 +145,29 @@ def test_an_answer_that_was_cut_off_gets_its_end_of_turn() -> None:
     assert "".join(map(chr, server.requests[1]["prompt"])) == f"<user:hi>A:{SAID[1]}\2<user:so?>A:"
 
 
-def test_what_a_template_refuses_after_any_answer_is_written_as_a_whole() -> None:
+@pytest.mark.parametrize("appended", [False, True])
+def test_what_a_template_refuses_after_any_answer_is_written_as_a_whole(appended: bool) -> None:
+    """Also after turns that were ``appended``, without the text of those before."""
     strict = Thoughtful()
     strict.strict = True
+    said = [SAID[1]] * appended + [CALL, SAID[1]]
 
     async def agent(task: AgentTask) -> float:
-        status, body = await asked(task, messages=MESSAGES, tools=[TOOL])
-        (call,) = body["choices"][0]["message"]["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-        status, body = await asked(task, messages=[*MESSAGES, body["choices"][0]["message"], result], tools=[TOOL])
-        assert status == 200, body
+        messages: list[Any] = list(MESSAGES)
+        for text in said:
+            status, body = await asked(task, messages=messages, tools=[TOOL])
+            assert status == 200, body
+            messages.append(message := body["choices"][0]["message"])
+            if text == CALL:
+                (call,) = message["tool_calls"]
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "3"})
+            else:
+                messages.append({"role": "user", "content": "so?"})
         return 1.0
 
-    (made,) = episode(agent, saying(SAID), formatter=formatter("chat_append", True, strict)).group.trajectories
-    told = f"[add]<user:hi>A:{CALL}\2<tool:3>A:{SAID[1]}\2"
+    (made,) = episode(agent, saying(said), formatter=formatter("chat_append", True, strict)).group.trajectories
+    first = f"{SAID[1]}\2<user:so?>A:" * appended
+    told = f"[add]<user:hi>A:{first}{CALL}\2<tool:3>A:{SAID[1]}\2"
     assert made.token_ids == [*map(ord, told)]
 
 
