@@ -26,6 +26,7 @@ EVERY_S = 10.0
 MAX_PLACES = 16  # of a role, with tags of their own: each step's record has all tags, and a chart a line for each
 FIGURES: dict[str, Callable[[Collection[float]], float]] = {
     "cpu_share": sum,  # of all CPUs of the node, since the measurement before
+    "core_share": max,  # of one CPU, by a process without its descendants: an event loop has one
     "memory_gib": sum,  # resident; pages that processes share count in each
     "gpu_share": fmean,  # of a GPU of the process, as the three below: NVML's utilisation, by any process
     "gpu_gib": max,  # in use
@@ -144,10 +145,13 @@ class ProcessMeter:
             with suppress(psutil.Error):  # it has ended
                 seconds[process] = sum(process.cpu_times()[:2])  # user and system
                 nbytes += process.memory_info().rss
-        spent_s = sum(spent - self._before.get(process, 0.0) for process, spent in seconds.items())
-        share = spent_s / max(1.0, now_s - self._before_s) / (psutil.cpu_count() or 1)
+        cores = {  # in use, on average
+            process: (spent - self._before.get(process, 0.0)) / max(1.0, now_s - self._before_s)
+            for process, spent in seconds.items()
+        }
         self._before, self._before_s = seconds, now_s
-        return {"cpu_share": share, "memory_gib": nbytes / 2**30}
+        share = sum(cores.values()) / (psutil.cpu_count() or 1)
+        return {"cpu_share": share, "core_share": cores[self._root], "memory_gib": nbytes / 2**30}
 
 
 class Rounds:

@@ -6,6 +6,7 @@ none: one step may be bad by chance. Thresholds are far from what healthy runs s
 `bill` has what makes trainer and servers differ: the part of each cause (`algorithms.mismatch`), and what removes it.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def bill_lines(adapter: str, parts: Mapping[str, tuple[float, float]]) -> list[s
 
 NEEDED = 3
 Steps = Sequence[StepRecord]
+_CONTROLLER_CORE = re.compile("machine/controller/.*/core_share")
 _NO_FAULT = "staleness", "flips"  # causes: a setting that the user chose, and what is removed
 
 
@@ -182,7 +184,20 @@ def slow_reward(steps: Steps) -> str | None:
     return f"the trainer waits, and scoring a group takes {took:.1f} s: raise reward.workers, or make the reward faster"
 
 
-_OF_ANSWERS = constant_reward, no_gradient, cut_answers, stale_groups, slow_reward
+def busy_controller(steps: Steps) -> str | None:
+    shares = [
+        value
+        for step in steps[-NEEDED:]
+        for tag, value in step.metrics.items()
+        if (step.trainer_idle or 0.0) > 0.5 and value is not None and _CONTROLLER_CORE.fullmatch(tag)
+    ]
+    if len(shares) < NEEDED or min(shares) <= 0.9:
+        return None
+    fix = "with task.format.kind=chat_append a turn takes less; more servers do not help"
+    return f"the trainer waits, and the controller uses {statistics.fmean(shares):.0%} of its one core: {fix}"
+
+
+_OF_ANSWERS = constant_reward, no_gradient, cut_answers, stale_groups, slow_reward, busy_controller
 _OF_POLICIES = dropped_tokens, missing_routes, mismatch, fast_policy, not_finite
 
 

@@ -176,6 +176,7 @@ CHARTS = (
     Chart("Share of the peak", "without (mfu) and with recomputation (hfu)", "speed/mfu speed/hfu", unit=True),
     Chart("Device memory", "GiB on the fullest trainer device at its peak", "memory/*_gib"),
     Chart("CPUs", "share of a node's CPUs that the processes of a role use", "machine/*/cpu_share", unit=True),
+    Chart("One CPU", "share that the busiest process of a role uses", "machine/*/core_share", unit=True),
     Chart("Host memory", "GiB resident, by role and node", "machine/*/memory_gib"),
     Chart("GPU utilisation", "share of the time (NVML), by role, node and GPU", "machine/*/gpu_share", unit=True),
     Chart("GPU memory", "GiB in use, by any process", "machine/*/gpu_gib"),

@@ -32,6 +32,8 @@ def healthy(rng: random.Random, step: int, **changed: Any) -> StepRecord:
             "extra/skipped": 0.0,
             "extra/capped_fraction": rng.uniform(0.0, 0.4),
             "reward_cost/seconds": abs(rng.gauss(0.05, 0.02)),
+            "machine/controller/n1/core_share": rng.uniform(0.0, 0.85),
+            "machine/trainer/n1/core_share": 1.0,
         },
     }
     values["metrics"] |= changed.pop("metrics", {})
@@ -59,6 +61,10 @@ STEPS: dict[str, tuple[Trouble, str]] = {
         "rollouts failed: scorer: 1 retried, 0 dropped, last: TypeError: no (reward.py:9)",
     ),
     "a slow reward": (lambda n: {"wait_batch_s": 1.5, "metrics": {"reward_cost/seconds": 3.0}}, "raise reward.workers"),
+    "a busy controller": (
+        lambda n: {"wait_batch_s": 1.5, "metrics": {"machine/controller/n1/core_share": 0.96}},
+        "the controller uses 96% of its one core",
+    ),
     "stale groups": (lambda n: {"dropped": {"stale": 2 + 8 * n}}, "raise max_staleness"),
     "mismatch": (lambda n: {"mismatch_fresh": 0.2}, "model.dtype=float32"),
     "a mismatch without fresh tokens": (

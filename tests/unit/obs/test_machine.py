@@ -60,6 +60,7 @@ def test_cpu_time_and_memory_are_those_of_the_process_and_its_descendants() -> N
     cpus = psutil.cpu_count() or 1
     spent_s = used["cpu_share"] * 10 * cpus  # in ticks of 10 ms, rounded down for each kind of time and process
     assert 0.25 < spent_s < 0.6, "0.1 s of its own and 0.2 s of the child's"
+    assert 0.05 < used["core_share"] * 10 < spent_s - 0.1, "its own alone"
     assert 0.19 < used["memory_gib"] - before["memory_gib"] < 0.3
     assert later["cpu_share"] * 10 * cpus < 0.1, "only what came since"
 
@@ -223,7 +224,9 @@ def test_one_process_collects_what_all_wrote_until_they_end(tmp_path: Path, monk
     assert found["machine/server/n1/sequences_running"] == 5.0
     assert found[f"machine/controller/{node}/sequences_outstanding"] == 7.0
     own = {
-        f"machine/{role}/{node}/{name}" for role in ("controller", "trainer") for name in ("cpu_share", "memory_gib")
+        f"machine/{role}/{node}/{name}"
+        for role in ("controller", "trainer")
+        for name in ("cpu_share", "core_share", "memory_gib")
     }
     of_one = {f"machine/controller/{node}/sequences_outstanding", f"machine/trainer/{node}/disk_free_gib"}
     assert found.keys() == own | of_one | {"machine/server/n1/sequences_running"}

@@ -1,4 +1,4 @@
-"""Ten planted troubles: each has its warning within five steps, with the key that helps; a healthy run has none."""
+"""Planted troubles: each has its warning within five steps, with the key that helps; a healthy run has none."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def test_a_step_has_the_use_of_the_machines(tmp_path: Path) -> None:
     [step] = read_metrics(tmp_path).steps
     tags = {tag for tag in step.metrics if tag.startswith("machine/")}
     assert tags == {
-        f"machine/trainer/{os.uname().nodename}/{name}" for name in ("cpu_share", "memory_gib", "disk_free_gib")
+        f"machine/trainer/{os.uname().nodename}/{name}"
+        for name in ("cpu_share", "core_share", "memory_gib", "disk_free_gib")
     }
 
 
