@@ -34,7 +34,7 @@ from areal_lora.platforms.device import select_device
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
 from areal_lora.weight_sync.link.relays import RELAYED_BYTES, RelayGroup
 from areal_lora.weight_sync.manifest import shard_keys
@@ -112,8 +112,9 @@ class Publisher:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
         The first version of an adapter is the one that the trainer has loaded (`ShardManifest.resumed_from`).
-        ``weight_sync.publish_s`` bounds a publish, retries included, except waiting while too few servers remain
-        (``rejoin_s``), for a slot (``slot_s``) and for publishes of other adapters. Only rank 0's ``probe`` is used.
+        ``weight_sync.publish_s`` bounds a publish, retries included, except merging, and waiting while too few servers
+        remain (``rejoin_s``), for a slot (``slot_s``) and for publishes of other adapters. Only rank 0's ``probe`` is
+        used.
         Waits for the adapter's previous publish first and raises its error, unless ``wait`` has reported it. ``wait``
         raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack`` is raised here. ``pack`` counts
         in ``cast``; the report has the sums of all ranks.
@@ -234,6 +235,8 @@ class Publisher:
     def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | decisions.Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
         if not job.met:
+            if job.layout.payload is Payload.MERGED:
+                job.packed.wait()  # merging takes longer than a transfer
             self._agree(None)  # the main threads of the ranks start it at different times: no budget bounds that
             job.met = True
         job.budget.restart()

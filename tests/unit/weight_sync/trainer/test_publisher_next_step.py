@@ -9,9 +9,10 @@ import torch
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.trainer import publish_job, publisher
-from areal_lora.weight_sync.trainer.decisions import Attempt, Decision
+from areal_lora.weight_sync.trainer.decisions import Attempt, Decision, Fail, Failure
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
 from areal_lora.weight_sync.trainer.publisher import next_step
 from tests.support.clocks import Clock
@@ -103,6 +104,40 @@ def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monk
     patience = config.timeout_s + config.form_s + config.verdict_s + SLACK_S
     assert forming[:2] == [(config.form_s, patience)] * 2, "another rank waits as long as this one forms"
     assert job.budget.form_left_s == 0.0
+
+
+class Attempting(Announced):
+    """A leader of one attempt, after which it ends the publish."""
+
+    def decide(self, job, results, next_turn):
+        return Attempt() if results is None else Fail(failure=Failure(kind="failed", message="seen"), intact=True)
+
+
+class Slow:
+    """In place of ``PublishJob.packed``: the rank packs for ``seconds``, which pass as soon as a thread waits."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def wait(self, timeout=None):
+        passed = self.seconds if timeout is None else min(self.seconds, timeout)
+        self.clock.now, self.seconds = self.clock.now + passed, self.seconds - passed
+        return not self.seconds
+
+
+@pytest.mark.parametrize("payload", Payload)
+def test_a_transfer_has_its_whole_time_however_long_merging_takes(monkeypatch, payload):
+    clocked, leader, config = Clocked(), Attempting(), WeightSyncConfig(timeout_s=30.0)
+    for module in (publisher, publish_job):
+        monkeypatch.setattr(module, "time", clocked)
+    rank = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="s", leader=leader)
+    job = job_of(config)
+    job.layout = msgspec.structs.replace(job.layout, payload=payload)
+    began, job.packed = clocked.monotonic.now, Slow(clocked.monotonic, 500.0)
+    failed = rank._run(job)
+    rank.close()
+    assert isinstance(failed, PublishError)
+    assert leader.deadlines == [began + config.attempt_s + 500.0 * (payload is Payload.MERGED)]
 
 
 def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
