@@ -25,6 +25,7 @@ from areal_lora.errors import PublishError, undo_on_error
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
+from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, masked, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -130,6 +131,8 @@ class PackedShard:
                 for bucket in self._table.buckets(group.bucket_bytes):
                     self._wait(bucket.last, False, deadline)
                     transfers.append(group.start(self._flat[bucket.start : bucket.end], deadline))
+                    if group.on_device and len(transfers) == RING:
+                        transfers.pop(0).wait()
             self._wait(len(self.shard.tensors), True, deadline)
             if group.same_host:
                 transfers.append(group.signal(self._segment, deadline))

@@ -336,14 +336,13 @@ class Publisher:
         """The store of ``group``; None unless this rank is a source and the group has members."""
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
-        bucket_bytes = int(self._config.bucket_mib * 2**20)
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,
             receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
             backend=self._backend,
             timeout_s=deadline - time.monotonic(),
-            bucket_bytes=bucket_bytes if attempt.shared else min(bucket_bytes, RELAYED_BYTES),
+            bucket_bytes=self._config.bucket_bytes if attempt.shared else min(self._config.bucket_bytes, RELAYED_BYTES),
             secret=self._secret,
             device=self._device,
         )
