@@ -1,7 +1,8 @@
 """Add an adapter to the weights of its base: ``W + scale * B @ A``, out of place, tensor by tensor.
 
 A stream of named tensors in, the same names out; no tensor of the base is changed. The sum is computed in float32,
-whatever the types of its parts, and cast last. The cast loses what is small beside the weight: `CastLoss` measures it.
+whatever the types of its parts, where the weight is, and cast last. The cast loses what is small beside the weight:
+`CastLoss` measures it.
 
 `fp8` rounds weights as servers hold them: the values that their products have, in fp32 and out of place. It is
 ``float8_e4m3fn`` with scales as vLLM 0.32 quantises while it loads (``layers/quantization/online/fp8.py``): the largest
@@ -109,16 +110,16 @@ def merged(
             yield name, weight.to(target)
             continue
         missing.remove(name)
-        a, b = (adapter[name.removesuffix(_WEIGHT) + side] for side in (_A, _B))
+        a, b = (adapter[name.removesuffix(_WEIGHT) + side].to(weight.device, torch.float32) for side in (_A, _B))
         if weight.dtype not in FLOATS or weight.shape != (b.shape[0], a.shape[1]):
             raise UnknownTensorError(
                 f"{name} has shape {tuple(weight.shape)} and {weight.dtype}, the adapter is for a float of shape "
                 f"{(b.shape[0], a.shape[1])}: it belongs to another base"
             )
-        delta = scale_of(name.removesuffix(_WEIGHT)) * (b.float() @ a.float())
+        delta = (b @ a).mul_(scale_of(name.removesuffix(_WEIGHT)))
         if loss is not None:
             loss.add(weight, delta)
-        yield name, (weight.float() + delta).to(target)
+        yield name, delta.add_(weight).to(target)  # one matrix in float32 on the device
     if missing:
         raise UnknownTensorError(f"the base lacks {min(missing)} ({len(missing)} such): it is another model")
 

@@ -144,8 +144,6 @@ def _rank(config: Config, rank: Memory, limit: int) -> Iterator[Finding]:
         path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
     elif largest.name == "activations":
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=full, or raise trainer.tp"
-    elif largest.name == sizing.PACKED and config.rollout.adapter_mode == "merged":  # tp does not divide what is sent
-        path, fix = "rollout.adapter_mode", "set it to unmerged, or weight_sync.backend=gloo, which sends from the host"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"
     reason = f"{reason}; the largest part is {largest.name} with {largest.device / GIB:.0f}"

@@ -205,6 +205,10 @@ class WeightSyncConfig(Section):
     transfer, and grows with members, not with bytes."""
 
     @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mib * 2**20)
+
+    @property
     def attempt_s(self) -> float:
         """Time limit of one transfer, on both sides; a second transfer also fits into ``timeout_s``."""
         return 0.4 * self.timeout_s

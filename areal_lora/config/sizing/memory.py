@@ -28,7 +28,7 @@ caching allocator on GPUs: a typical value."""
 GPU_HOST = 3 * GIB
 """Host memory of a process that uses a GPU."""
 STAGING_BUFFERS = 3
-"""Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
+"""Buffers of one source, and at a receiver of each: `weight_sync.link.inbox.RING`."""
 MEASURED = 5 * 16 * MIB
 """Device memory in which tensors are fingerprinted: `weight_sync.strided.MEASURED_BYTES` as int64 and int16."""
 LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
@@ -130,8 +130,8 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     - Buffers: of one layer's backward pass, which on CPUs are part of `HEAP_CPU`, or, on the last stage, of a chunk of
       logits, with hidden states of the whole sequence and their gradient: what is larger.
     - Publish and checkpoint. Host: an owner's copies, which a checkpoint writes. Device: what a source receives of
-      tensor-parallel ranks. Packed versions are where the adapter is (`PackedShard`), merged ones on the host; the
-      other side has a copy if the library sends from there (`weight_sync.link.broadcast_groups`).
+      tensor-parallel ranks. Packed versions are where the adapter is, and copied where gloo sends; merged ones on the
+      host, with a weight's sum and what NCCL sends on the device (`STAGING_BUFFERS`).
     """
     t, on_cpu = config.trainer, config.cluster.device == "cpu"
     item = DTYPE_BYTES[config.model.dtype]
@@ -187,14 +187,19 @@ def _adapters(
         packers = 1 + (config.model.dtype != "float32") + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
-    over_host, merged = slots.broadcast_backend(config) == "gloo", config.rollout.adapter_mode == "merged"
-    on_device = config.cluster.device != "cpu" and not (merged and over_host)
+    over_host, on_gpu = slots.broadcast_backend(config) == "gloo", config.cluster.device != "cpu"
+    packed = Part(PACKED, device=wire * on_gpu, host=own * over_host)
+    if config.rollout.adapter_mode == "merged":
+        largest = max(p.in_features * p.out_features for k in linear_sites(shape) for p in pieces_of(shape, k))
+        bucket = max(item * largest, slots.largest_bucket(wire, config.weight_sync.bucket_bytes))
+        device = on_gpu * (2 * FP32 * largest + (0 if over_host else STAGING_BUFFERS * bucket))
+        locked = 1 << (wire - 1).bit_length() if on_gpu else wire  # page-locked: see `_base`
+        packed = Part(PACKED, device=device, host=locked) if owned else Part(PACKED)
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
         Part("publish and checkpoint", device=int(FP32 * received), host=int(FP32 * copied)),
-        # One rank of a node sends for others: the ranks together hold each shard once.
-        Part(PACKED, device=wire if on_device else 0, host=wire * bool(owned) if merged else own if over_host else 0),
+        packed,  # one rank of a node sends for others: the ranks together hold each shard once
     ]
 
 
@@ -251,9 +256,7 @@ def _base_elements(config: Config, shape: ModelShape, stage: int, layers: Sequen
     sparse = len(set(layers) & set(shape.sparse_layers))
     total = len(layers) * (attention + 2 * h + 2 * d)
     total += sparse * experts + (len(layers) - sparse) * 3 * h * shape.ffn // t.tp
-    ends = (stage == 0) + (stage == t.pp - 1)
-    if shape.tied and t.pp == 1:
-        ends = 1
+    ends = 1 if shape.tied and t.pp == 1 else (stage == 0) + (stage == t.pp - 1)
     return total + ends * shape.vocab * h // t.tp
 
 
@@ -267,10 +270,8 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
         rank, inputs, outputs = spec.rank_of(pieces[0].name), pieces[0].in_features, sum(p.out_features for p in pieces)
         routed = key.scope is Scope.EXPERT
         size = t.etp if routed else t.tp
-        if key.linear in COLUMN_PARALLEL:
-            outputs //= size
-        else:
-            inputs //= size
+        split_out = key.linear in COLUMN_PARALLEL
+        inputs, outputs = (inputs, outputs // size) if split_out else (inputs // size, outputs)
         n_a, n_b = distinct(spec.expert_layout, key.linear, shape.experts // t.ep) if routed else (1, 1)
         total += rank * (n_a * inputs + n_b * outputs)
     return total
@@ -308,9 +309,8 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     - Activations: vLLM profiles one step of ``max_num_batched_tokens``: an MLP's projections, or the two buffers of
       its experts' kernels, and the logits of ``max_num_seqs`` sequences in fp32 with a copy for the sampler.
     - Staging of publishes, of each worker: `STAGING_BUFFERS` buckets of every source (`staging_bytes`), on the device
-      that NCCL receives on, else page-locked and uploaded one by one; `MEASURED`. Merged weights have no slots, and
-      buckets and a copy of one version on the host everywhere (`MergedWeights`): page-locked for a device, in blocks
-      of powers of two, which for Qwen3's experts is a third more.
+      that NCCL receives on, else page-locked and uploaded one by one; `MEASURED`. Merged: no slots, buckets and a copy
+      of one version on the host everywhere (`MergedWeights`), page-locked for a device: a third more of Qwen3's.
     """
     rollout, on_cpu, tp = config.rollout, config.cluster.device == "cpu", config.rollout.tp
     item = DTYPE_BYTES[config.model.dtype]
@@ -367,7 +367,7 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
     Not used where receivers read the source's memory (one machine, CPUs), which is known only at run time.
     """
-    bucket, largest = int(config.weight_sync.bucket_mib * MIB), dict[int, int]()
+    bucket, largest = config.weight_sync.bucket_bytes, dict[int, int]()
     for adapter in (*config.adapters, *slots.joining_adapters(config)):
         for source, nbytes in sent_bytes(config, shape, adapter).items():
             largest[source] = max(largest.get(source, 0), slots.largest_bucket(nbytes, bucket))

@@ -341,7 +341,7 @@ class AdapterEngine:
         """
         if adapter not in self._merged:
             folder, held = ModelFolder.of(self._base), DTYPES[self._base.dtype]
-            self._merged[adapter] = MergedShard(folder, self.adapter_layout(adapter), self.rank, held)
+            self._merged[adapter] = MergedShard(folder, self.adapter_layout(adapter), self.rank, held, self.device)
         # All of the adapter before the first weight: what is sent must not depend on when the iterator runs.
         tensors = dict(self.export_adapter(adapter)) | self.resident(adapter).memory.shared_tensors()
         return self._merged[adapter].fill(tensors, flat, loss)

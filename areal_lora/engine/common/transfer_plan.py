@@ -247,11 +247,18 @@ def _sources(adapter: AdapterLayout, shard: ShardLayout) -> Iterator[tuple[str, 
 
 
 class MergedShard:
-    """One rank's share of the merged weights. ``held`` is the type in which the model holds the base."""
+    """One rank's share of the merged weights, computed on ``device``. ``held`` is the type of the model's base."""
 
-    def __init__(self, base: ModelFolder, adapter: AdapterLayout, rank: int, held: torch.dtype) -> None:
+    def __init__(
+        self,
+        base: ModelFolder,
+        adapter: AdapterLayout,
+        rank: int,
+        held: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         mine = next((shard for shard in adapter.shards if shard.source == rank), None)
-        self._base, self._held, self._scale_of = base, held, adapter.structure.scale_of
+        self._base, self._held, self._device, self._scale_of = base, held, device, adapter.structure.scale_of
         self._sources = list(_sources(adapter, mine)) if mine else []
 
     def fill(self, tensors: Mapping[str, Tensor], flat: Tensor, loss: CastLoss) -> Iterator[int]:
@@ -263,7 +270,7 @@ class MergedShard:
         adapter = {module + LORA_A: tensors[a] for module, a, _ in self._sources}
         adapter |= {module + LORA_B: tensors[b] for module, _, b in self._sources}
         names = [module + WEIGHT for module, _, _ in self._sources]
-        weights = ((name, self._base.whole(name).to(self._held)) for name in names)
+        weights = ((name, self._base.whole(name).to(self._device, self._held)) for name in names)
         end = 0
         for done, (_, weight) in enumerate(merged(weights, adapter, self._scale_of, dtype=loss.dtype, loss=loss), 1):
             start, end = end, end + weight.numel() * weight.element_size()

@@ -155,7 +155,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         link_s=8 / LINK_BITS if remote else 0.0,
         tree=slots.broadcast_backend(config) == "gloo",
         activate_s=nbytes / HOST_BYTES_PER_S,
-        bucket_bytes=int(config.weight_sync.bucket_mib * 2**20),
+        bucket_bytes=config.weight_sync.bucket_bytes,
         kv_tokens=math.inf if kv_tokens is None else kv_tokens,
     )
 

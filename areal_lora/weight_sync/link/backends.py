@@ -14,6 +14,7 @@ import torch.distributed as dist
 from areal_lora.errors import ConfigError
 from areal_lora.platforms.device import Lane, lane_of, select_device
 from areal_lora.processes.watched import watched_thread
+from areal_lora.weight_sync.link.inbox import RING
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -120,20 +121,23 @@ class DeviceSide:
     """
 
     def __init__(self, lane: Lane) -> None:
-        self.lane, self._memory = lane, dict[int, torch.Tensor]()
+        self.lane, self._memory, self._turn = lane, dict[int, torch.Tensor](), 0
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         watched_thread("device-broadcasts", self._run)
 
-    def twin(self, flat: torch.Tensor) -> torch.Tensor:
+    def twin(self, flat: torch.Tensor, *, sends: bool = False) -> torch.Tensor:
         """Device memory as long as ``flat``, the same memory for buffers that start at the same address.
 
-        It is ``flat`` itself if that is on the device.
+        One that ``sends`` has `RING` memories in turn, and as many broadcasts of host memory at a time. It is ``flat``
+        itself if that is on the device.
         """
         if self.lane.reaches(flat):
             return flat
-        held = self._memory.get(flat.data_ptr())
+        self._turn = (self._turn + 1) % RING
+        place = self._turn if sends else flat.data_ptr()
+        held = self._memory.get(place)
         if held is None or held.numel() < flat.numel():
-            held = self._memory[flat.data_ptr()] = self.lane.twin(flat)
+            held = self._memory[place] = self.lane.twin(flat)
         return held[: flat.numel()]
 
     def issue(self, call: Callable[[], dist.Work]) -> Future[dist.Work]:

@@ -102,7 +102,7 @@ class BroadcastGroup:
         leave: Callable[[], None],
     ) -> None:
         self.source, self.rank, self._leave_store = endpoint.source, rank, leave
-        self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
+        self.bucket_bytes, self.same_host, self.on_device = endpoint.bucket_bytes, False, backend.through is not None
         self._group: dist.ProcessGroup | None = backend.group
         self._device = backends.DeviceSide(backend.through) if backend.through is not None else None
         self._lane = lane_of(device) if backend.through is None else None
@@ -170,7 +170,7 @@ class BroadcastGroup:
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
         assert self._device is not None
-        twin, lane = self._device.twin(flat), self._device.lane
+        twin, lane = self._device.twin(flat, sends=self.rank == 0), self._device.lane
         if self.rank == 0 and twin is not flat:
             lane.copy(twin, flat)
         with lane.queue():

@@ -20,7 +20,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     ``joined`` became members in it. Since the last report ``lost`` were excluded (reasons by name), and ``left`` have
     left in order: they still end what they run.
 
-    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest rank, ``ack``
+    ``phases`` in milliseconds: ``pack`` (or merge) and ``send`` (publisher threads) of the slowest rank, ``ack``
     from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the slowest server's ``wire``,
     ``verify``, ``write``, ``commit`` and its further phases. ``attempts`` is 1 unless servers were lost or a transfer
     was repeated. ``differs``: every server scores the probe differently from its base; None without a probe. ``cast``:

@@ -25,6 +25,7 @@ from areal_lora.errors import PublishError, undo_on_error
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, ShardLayout, TensorTable
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
+from areal_lora.weight_sync.link.inbox import RING
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.manifest import SEAL_BYTES, ShardKeys, masked, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -34,7 +35,8 @@ from areal_lora.weight_sync.trainer.decisions import Failure, Progress, PublishR
 Pack = Callable[[torch.Tensor], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], in the wire dtype; where the adapter is, or
 on the host for merged weights) and yields the number of complete leading tensors; the last value is that of all.
-It may be collective over the rank's parallel groups. A rank that owns no tensors gets an empty ``flat``."""
+It may be collective over the rank's parallel groups, with merged weights only until it returns. A rank that owns no
+tensors gets an empty ``flat``."""
 
 
 class PackedShard:
@@ -62,10 +64,10 @@ class PackedShard:
         apart = start if strided else 0
         self._segment = SharedSegment(self._end - apart, device)
         self._trailer = self._segment.bytes[start - apart :]
-        self._flat = torch.from_numpy(self._segment.bytes[: self.shard.nbytes])
+        self.flat = torch.from_numpy(self._segment.bytes[: self.shard.nbytes])
         self._chunks: ChunkSums | None = None
         if strided:
-            self._flat = torch.empty(self.shard.nbytes, dtype=torch.uint8, device=device)
+            self.flat = torch.empty(self.shard.nbytes, dtype=torch.uint8, device=device)
             self._chunks = ChunkSums(self._table)
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
@@ -90,11 +92,11 @@ class PackedShard:
         marks = self._table.marks(self._keys.multipliers)
         self.sums = marks.sums
         with undo_on_error(self.abandon):  # also an interrupt
-            for done in pack(self._flat):
+            for done in pack(self.flat):
                 if self._chunks is None:
-                    marks.measure(self._flat.data_ptr(), self._done, done)
+                    marks.measure(self.flat.data_ptr(), self._done, done)
                 else:  # this waits for the packing, too
-                    part = self._flat[self._table.end(self._done) : self._table.end(done)]
+                    part = self.flat[self._table.end(self._done) : self._table.end(done)]
                     self._chunks.measure(marks, part, self._done, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
@@ -129,7 +131,9 @@ class PackedShard:
             else:
                 for bucket in self._table.buckets(group.bucket_bytes):
                     self._wait(bucket.last, False, deadline)
-                    transfers.append(group.start(self._flat[bucket.start : bucket.end], deadline))
+                    transfers.append(group.start(self.flat[bucket.start : bucket.end], deadline))
+                    if group.on_device and len(transfers) == RING:
+                        transfers.pop(0).wait()
             self._wait(len(self.shard.tensors), True, deadline)
             if group.same_host:
                 transfers.append(group.signal(self._segment, deadline))
@@ -212,6 +216,7 @@ class PublishJob:
     all ranks have started it. Rank 0 has ``progress``, None before its first step, and ``full_s``, when a server had no
     slot for it for the first time (time.monotonic, like ``began_s``). ``dropped``: its adapter is no longer wanted.
     ``waited``: ``wait`` has reported the outcome. Packing counts in ``cast``. A copy by ``replace`` shares the shard.
+    ``merging`` packs merged weights as it is iterated.
     """
 
     manifest: ShardManifest
@@ -225,6 +230,7 @@ class PublishJob:
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
     own: Failure | None = None
+    merging: Iterator[int] | None = None
     number: int = field(default=-1, init=False)
     met: bool = field(default=False, init=False)
     progress: Progress | None = field(default=None, init=False)

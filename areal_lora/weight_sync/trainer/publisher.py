@@ -20,7 +20,7 @@ they started (``job``); one that waits for a slot lets the others go ahead.
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,11 +30,11 @@ from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
-from areal_lora.platforms.device import select_device
+from areal_lora.platforms.device import lane_of, select_device
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup, GroupListener
 from areal_lora.weight_sync.link.relays import RELAYED_BYTES, RelayGroup
 from areal_lora.weight_sync.manifest import shard_keys
@@ -111,12 +111,14 @@ class Publisher:
     ) -> PublishJob:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
+        Merged weights, of the adapter as it is now, are packed in the publisher thread.
+
         The first version of an adapter is the one that the trainer has loaded (`ShardManifest.resumed_from`).
-        ``weight_sync.publish_s`` bounds a publish, retries included, except waiting while too few servers remain
-        (``rejoin_s``), for a slot (``slot_s``) and for publishes of other adapters. Only rank 0's ``probe`` is used.
-        Waits for the adapter's previous publish first and raises its error, unless ``wait`` has reported it. ``wait``
-        raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack`` is raised here. ``pack`` counts
-        in ``cast``; the report has the sums of all ranks.
+        ``weight_sync.publish_s`` bounds a publish, retries included, except merging, and waiting while too few servers
+        remain (``rejoin_s``), for a slot (``slot_s``) and for publishes of other adapters. Only rank 0's ``probe`` is
+        used. Waits for the adapter's previous publish first and raises its error, unless ``wait`` has reported it.
+        ``wait`` raises an ArealLoraError of ``pack``'s iterator on every rank; any other error of ``pack`` is raised
+        here. ``pack`` counts in ``cast``; the report has the sums of all ranks.
         """
         if self._gather is not None:
             layout, pack = self._gather.of(layout, pack)
@@ -126,7 +128,6 @@ class Publisher:
         if lane is None or lane.shard.layout.digest != layout.digest:
             shard = PackedShard(layout, self._exchange.rank, shard_keys(self._secret), self._device)
             lane = self._lanes[ref.name] = replace(lane, shard=shard) if lane else _Lane(shard, ref.version)
-        now = time.monotonic()
         manifest = ShardManifest(
             run=self._run_name,
             ref=ref,
@@ -141,22 +142,16 @@ class Publisher:
             layout=layout,
             shard=lane.shard,
             probe=probe,
-            began_s=now,
+            began_s=time.monotonic(),
             budget=Budget(self._config),
             cast=cast,
         )
         lane.newest = job
+        if layout.payload is Payload.MERGED:
+            job.merging = pack(lane.shard.flat)
+            return self._start(lane, job)
         self._start(lane, job)
-        try:
-            lane.shard.pack(ref, pack)
-        except ArealLoraError as e:
-            job.own = Failure.of(e)
-        except BaseException as e:
-            job.own = Failure(kind="failed", message=f"packing {ref} at trainer rank {self._exchange.rank}: {e!r}")
-            raise
-        finally:
-            job.pack_ms = (time.monotonic() - now) * 1e3
-            job.packed.set()
+        self._pack(job, pack)
         return job
 
     def again(self, name: str) -> PublishJob:
@@ -200,6 +195,19 @@ class Publisher:
         if self._leader is not None:
             self._leader.close()
 
+    def _pack(self, job: PublishJob, pack: Pack) -> None:
+        started = time.monotonic()
+        try:
+            job.shard.pack(job.ref, pack)
+        except ArealLoraError as e:
+            job.own = Failure.of(e)
+        except BaseException as e:
+            job.own = Failure(kind="failed", message=f"packing {job.ref} at trainer rank {self._exchange.rank}: {e!r}")
+            raise
+        finally:
+            job.pack_ms = (time.monotonic() - started) * 1e3
+            job.packed.set()
+
     def _start(self, lane: _Lane, job: PublishJob) -> PublishJob:
         lane.previous = job
         self._jobs.put(job)
@@ -234,6 +242,10 @@ class Publisher:
     def _run(self, job: PublishJob) -> PublishReport | ArealLoraError | decisions.Yield:
         """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
         if not job.met:
+            if (merging := job.merging) is not None:  # beside training; and before any time-out starts
+                job.merging, lane = None, lane_of(self._device)
+                with lane.queue() if lane is not None else nullcontext():
+                    self._pack(job, lambda _: merging)
             self._agree(None)  # the main threads of the ranks start it at different times: no budget bounds that
             job.met = True
         job.budget.restart()
@@ -333,14 +345,13 @@ class Publisher:
         """The store of ``group``; None unless this rank is a source and the group has members."""
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
-        bucket_bytes = int(self._config.bucket_mib * 2**20)
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,
             receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
             backend=self._backend,
             timeout_s=deadline - time.monotonic(),
-            bucket_bytes=bucket_bytes if attempt.shared else min(bucket_bytes, RELAYED_BYTES),
+            bucket_bytes=self._config.bucket_bytes if attempt.shared else min(self._config.bucket_bytes, RELAYED_BYTES),
             secret=self._secret,
             device=self._device,
         )

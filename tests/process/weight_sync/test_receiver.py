@@ -114,8 +114,7 @@ def bench(shared_bench):
 def tampered(shard, change):
     """``shard`` with its packed bytes changed by ``change(flat, place by name)`` behind its fingerprints' back."""
     change(
-        shard._flat.numpy(),
-        {t.name: slice(t.offset, t.offset + 4 * int(np.prod(t.shape))) for t in shard.shard.tensors},
+        shard.flat.numpy(), {t.name: slice(t.offset, t.offset + 4 * int(np.prod(t.shape))) for t in shard.shard.tensors}
     )
     return shard
 

@@ -50,5 +50,5 @@ def gathered(
         except AdapterError as e:
             found.append((sent.digest, steps, str(e).encode(), b""))
             continue
-        found.append((sent.digest, steps, shard._flat.numpy().tobytes(), shard.sums.tobytes()))
+        found.append((sent.digest, steps, shard.flat.numpy().tobytes(), shard.sums.tobytes()))
     return found

@@ -146,7 +146,7 @@ def pack(device: torch.device, hf: dict[str, Any], rank: int) -> dict[str, float
                 began = time.perf_counter()
                 shard.pack(ref(0), lambda flat: packer.fill(memory.weights, flat, {}))  # noqa: B023
                 took = time.perf_counter() - began
-        wrong += differing(shards[0]._flat, shards[1]._flat) + int((shards[0].sums != shards[1].sums).sum())
+        wrong += differing(shards[0].flat, shards[1].flat) + int((shards[0].sums != shards[1].sums).sum())
         nbytes += shards[0].shard.nbytes
     return {"differing_bytes": wrong, "bytes": nbytes, "seconds_bfloat16": took}
 

@@ -284,7 +284,7 @@ def flipped_bit(wanted: bool) -> Iterator[None]:
 
     def corrupt(self: PackedShard, group: Any, deadline: float) -> None:
         self._wait(len(self.shard.tensors), True, deadline)
-        self._flat[5] ^= 64
+        self.flat[5] ^= 64
         send(self, group, deadline)
 
     if wanted:

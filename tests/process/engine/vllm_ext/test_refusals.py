@@ -35,15 +35,15 @@ class Corruption:
 def flip(shard: PackedShard) -> None:
     """One bit of one tensor's bytes, after they were fingerprinted: as a broken wire would."""
     place = next(t for t in shard.shard.tensors if t.name == NAME)
-    shard._flat[place.offset + 13] ^= 4
+    shard.flat[place.offset + 13] ^= 4
 
 
 def swap(shard: PackedShard) -> None:
     a, b = (next(t for t in shard.shard.tensors if t.name == name) for name in (NAME, TWIN))
     nbytes = 4 * a.shape[0] * a.shape[1]
-    first = shard._flat[a.offset : a.offset + nbytes].clone()
-    shard._flat[a.offset : a.offset + nbytes] = shard._flat[b.offset : b.offset + nbytes]
-    shard._flat[b.offset : b.offset + nbytes] = first
+    first = shard.flat[a.offset : a.offset + nbytes].clone()
+    shard.flat[a.offset : a.offset + nbytes] = shard.flat[b.offset : b.offset + nbytes]
+    shard.flat[b.offset : b.offset + nbytes] = first
 
 
 def damage_trailer(shard: PackedShard) -> None:

@@ -63,7 +63,7 @@ def test_a_shard_on_a_device_is_that_of_the_host(
     monkeypatch.setattr(adapter_memory, "LAUNCHED", 2)
     memory = adapter(6, 12, layout, value_head=True)
     (host, compiled), (device, strided) = (packed(memory, dtype, way) for way in (False, True))
-    assert torch.equal(host._flat, device._flat)
+    assert torch.equal(host.flat, device.flat)
     assert host.sums.tolist() == device.sums.tolist()
     assert host._trailer.tobytes() == device._trailer.tobytes()
     if dtype == "float32":
@@ -96,7 +96,7 @@ def test_launches_of_fingerprints_do_not_grow_with_names() -> None:
     counted = []
     for experts in (8, 64):
         shard, _ = packed(adapter(2, experts), "bfloat16", True)
-        measure = partial(shard._chunks.measure, shard._table.marks(KEYS.multipliers), shard._flat, 0)
+        measure = partial(shard._chunks.measure, shard._table.marks(KEYS.multipliers), shard.flat, 0)
         counted.append(launches(partial(measure, len(shard.shard.tensors))))
     assert counted[0] == counted[1] <= 50
 

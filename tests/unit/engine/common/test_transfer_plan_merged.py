@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from areal_lora.algorithms.merging import CastLoss
+from areal_lora.config.models import ModelConfig
 from areal_lora.engine.base import DTYPES
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.common.transfer_plan import MergedShard, merged_layout
 from areal_lora.errors import UnknownTensorError
@@ -97,6 +101,33 @@ def test_the_share_of_a_rank(tmp_path: Path, base: dict[str, torch.Tensor], held
             error = 1e-5 if wire is torch.float32 else 2**-8 * float(want.abs().max())
             assert float((got.double() - want).abs().max()) < error
         assert (loss.elements > 0) == (mine is not None)
+
+
+class OnMeta(CastLoss):
+    """Keeps where the weights and deltas of a rank on an accelerator are; meta tensors have no numbers to count."""
+
+    def add(self, base: torch.Tensor, delta: torch.Tensor) -> None:
+        self.elements += 1
+        assert (base.device.type, base.dtype) == ("meta", torch.bfloat16)
+        assert (delta.device.type, delta.dtype, delta.shape) == ("meta", torch.float32, base.shape)
+
+
+@pytest.mark.usefixtures("base")
+def test_weights_are_merged_on_the_device_of_the_rank(tmp_path: Path) -> None:
+    """Only what is complete returns to the host, which has no numbers of a meta tensor."""
+    engine: Any = SimpleNamespace(
+        rank=0,
+        device=torch.device("meta"),
+        _merged={},
+        _base=ModelConfig(path=str(tmp_path), dtype="bfloat16"),
+        adapter_layout=lambda name: ADAPTER,
+        export_adapter=lambda name: tensors().items(),
+        resident=lambda name: SimpleNamespace(memory=SimpleNamespace(shared_tensors=dict)),
+    )
+    loss = OnMeta(dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        next(AdapterEngine.pack_merged(engine, "a", loss, torch.zeros(80, dtype=torch.uint8)))
+    assert loss.elements == 1
 
 
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:

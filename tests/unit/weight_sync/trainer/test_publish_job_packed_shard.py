@@ -1,27 +1,34 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from areal_lora.errors import PublishError
+from areal_lora.weight_sync.link.backends import Backend
+from areal_lora.weight_sync.link.broadcast_groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import MappedSegment
 from areal_lora.weight_sync.manifest import masked, seal, trailer_part
+from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
 from tests.support.clocks import wait_until
 from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BUCKET_BYTES, KEYS, layout_of, packed, ref, share, values
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 
 class Line:
     """Takes the place of a group: keeps what is sent, and when."""
 
     def __init__(self):
-        self.sent, self.bucket_bytes, self.same_host = [], BUCKET_BYTES, False
+        self.sent, self.bucket_bytes, self.same_host, self.on_device = [], BUCKET_BYTES, False, False
 
     def start(self, flat, deadline):
         self.sent.append(flat.clone())
@@ -71,6 +78,61 @@ def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     packer.join()
     sender.join()
     assert 3 <= before < len(line.sent)
+
+
+class LateLibrary:
+    """A library of a device: it reads a buffer when it is asked for the end of that broadcast for the second time."""
+
+    def __init__(self):
+        self.read = []
+
+    def broadcast(self, tensors, options):
+        asked = itertools.count()
+        return SimpleNamespace(is_completed=lambda: self._ended(tensors[0], next(asked)), exception=lambda: None)
+
+    def _ended(self, tensor, asked):
+        if asked == 1:
+            self.read.append(tensor.clone())
+        return asked > 0
+
+    def abort(self):
+        pass
+
+
+class CountedLane(RecordedLane):
+    """Counts the bytes that it allocates; copies at once, whichever thread asks for it."""
+
+    allocated = 0
+
+    def copy(self, target, source):
+        target.copy_(source)
+
+    def twin(self, host):
+        self.allocated += host.nbytes
+        return super().twin(host)
+
+
+def test_a_source_of_host_memory_has_a_few_buckets_on_the_device_and_sends_all_bytes():
+    """Two versions, of 40 buckets and more each: a bucket's memory is used again once the library has read it."""
+    owned, aliases = share(values(1, layers=12))
+    shard, _ = packed(owned, aliases, version=3)
+    lane, library = CountedLane([], CPU), LateLibrary()
+    endpoint = SourceEndpoint(
+        source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=BUCKET_BYTES, backend="late"
+    )
+    group = BroadcastGroup(endpoint, 0, Backend(library, lane), CPU, leave=lambda: None)
+    with closing(group):
+        for _ in range(2):
+            library.read.clear()
+            shard.send(group, time.monotonic() + 120)
+            *buckets, trailer = library.read
+            assert len(buckets) > 40
+            assert torch.equal(torch.cat(buckets).view(torch.float32), torch.cat([t.reshape(-1) for _, t in owned]))
+            assert trailer[-16:].numpy().tobytes() == seal(ref(3), shard.layout.digest, shard.sum, KEYS.seal)
+    # Memory that is too small for a later part is allocated again.
+    largest = max(BUCKET_BYTES, trailer.numel())
+    assert sum(bucket.numel() for bucket in buckets) > 20 * largest
+    assert lane.allocated <= 10 * largest
 
 
 class Reader(Line):

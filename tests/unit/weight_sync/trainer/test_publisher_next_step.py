@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import msgspec
@@ -9,15 +10,17 @@ import torch
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.layout import Payload, make_layout
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.trainer import publish_job, publisher
-from areal_lora.weight_sync.trainer.decisions import Attempt, Decision
+from areal_lora.weight_sync.trainer.decisions import Attempt, Decision, Fail, Failure
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
 from areal_lora.weight_sync.trainer.publisher import next_step
 from tests.support.clocks import Clock
 from tests.support.platforms.accelerator import Accelerator
 from tests.support.solo_exchange import SoloExchange
-from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, values
+from tests.support.weight_sync.helpers import BASE, KEYS, RUN, layout_of, share, spec, values
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 
 class Leading:
@@ -103,6 +106,54 @@ def test_a_transfer_has_its_whole_time_however_long_its_groups_take_to_form(monk
     patience = config.timeout_s + config.form_s + config.verdict_s + SLACK_S
     assert forming[:2] == [(config.form_s, patience)] * 2, "another rank waits as long as this one forms"
     assert job.budget.form_left_s == 0.0
+
+
+class Attempting(Announced):
+    """A leader of one attempt, after which it ends the publish."""
+
+    def decide(self, job, results, next_turn):
+        return Attempt() if results is None else Fail(failure=Failure(kind="failed", message="seen"), intact=True)
+
+
+class Merging:
+    """A `Pack` of one tensor of merged weights, which takes ``seconds``. ``threads`` start it, then fill the shard."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.threads = clock, seconds, []
+
+    def __call__(self, flat):
+        self.threads.append(threading.current_thread())
+        return self.fill(flat)
+
+    def fill(self, flat):
+        self.threads.append(threading.current_thread())
+        flat.fill_(1)
+        yield 1
+        self.clock.now += self.seconds
+
+
+def test_weights_are_merged_beside_training_and_no_time_of_a_transfer_counts_it(monkeypatch):
+    """The main thread only copies the adapter; a version that is sent again is not merged again."""
+    clocked, leader, config = Clocked(), Attempting(), WeightSyncConfig(timeout_s=30.0)
+    for module in (publisher, publish_job):
+        monkeypatch.setattr(module, "time", clocked)
+    began, pack, queued = clocked.monotonic.now, Merging(clocked.monotonic, 500.0), []
+    monkeypatch.setattr(publisher, "lane_of", lambda device: RecordedLane(queued, device))
+    rank = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="ab" * 32, leader=leader)
+    layout = make_layout(spec(), "float32", {0: [("x.weight", (4, 6))]}, {}, Payload.MERGED)
+    ref = AdapterRef(name="a", version=0)
+    job = rank.publish(ref, None, layout, pack, BASE, None)
+    with pytest.raises(PublishError, match="seen"):
+        job.wait()
+    again = rank.again("a")
+    with pytest.raises(PublishError, match="seen"):
+        again.wait()
+    rank.close()
+    assert [thread is threading.current_thread() for thread in pack.threads] == [True, False]
+    assert pack.threads[1] is rank._thread
+    assert queued == ["queue"], "a device does it on its own stream, not between the kernels of the model"
+    assert job.pack_ms == pytest.approx(500e3)
+    assert leader.deadlines == [began + 500.0 + config.attempt_s] * 2
 
 
 def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
