@@ -170,23 +170,23 @@ def make_loss(
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
-        scored = before if adapter.config.dropout else current
-        return LossSums(
-            loss=sums.loss * scale,
-            stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches, served_routes), **votes},
-        )
+        # With dropout a training pass is no score.
+        moved = torch.zeros_like(current) if adapter.config.dropout else (current - before).abs()
+        found = {"moved": torch.where(micro.loss_mask, moved, 0.0).sum(), **votes}
+        mismatch = _mismatch(micro, before, version, kept_caches, served_routes)
+        return LossSums(loss=sums.loss * scale, stats={**sums.stats, **mismatch, **found})
 
     return loss
 
 
 def _mismatch(
-    micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool, served_routes: bool
+    micro: MicroBatch, before: Tensor, version: int, kept_caches: bool, served_routes: bool
 ) -> dict[str, Tensor]:
-    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
+    """Sum |before - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
 
     Along servers' routes an answer's tokens of older versions have those of theirs, and the server's caches newer ones.
     """
-    gap = (logprobs - micro.rollout_logprobs).abs()
+    gap = (before - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
     if kept_caches:
         fresh &= ~after_change(micro.versions, micro.loss_mask)
@@ -194,14 +194,12 @@ def _mismatch(
         older = token_counts(micro.loss_mask & ~fresh, micro.cu_seqlens) > 0
         fresh &= ~spread(older, micro.cu_seqlens, len(gap))
     stale = micro.loss_mask & ~fresh
-    moved = torch.zeros_like(gap) if micro.prox_logprobs is None else (logprobs - micro.prox_logprobs).abs()
     # Not indexed by a mask: that would wait for a GPU.
     return {
         "fresh_tokens": fresh.sum().float(),
         "fresh_gap": torch.where(fresh, gap, 0.0).sum(),
         "stale_tokens": stale.sum().float(),
         "stale_gap": torch.where(stale, gap, 0.0).sum(),
-        "moved": torch.where(micro.loss_mask, moved, 0.0).sum(),
     }
 
 
@@ -260,7 +258,9 @@ def learn(
                 f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
-        totals.update(sums | {"loss": sums["loss"] / scale})
+        compared = index == 0 or before is not None  # with the policy before the step, not one that has moved in it
+        found = {name: x for name, x in sums.items() if compared or not name.startswith(("fresh_", "stale_"))}
+        totals.update(found | {"loss": sums["loss"] / scale})
         if not bool(trained.any()):  # momentum alone would move the adapter
             engine.discard_gradients(adapter.name)
             continue

@@ -24,7 +24,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import Variants, annotate, learn, make_loss
 from areal_lora.trainer.step_metrics import of_learning
-from areal_lora.types import Correction, TrainBatch
+from areal_lora.types import Correction, StepStats, TrainBatch
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
@@ -223,6 +223,32 @@ def test_one_minibatch_that_is_skipped_is_not_a_step_that_is_skipped(monkeypatch
     engine.broken = (1, 3, 5, 7)
     _run(monkeypatch, state, engine, 4)
     assert state.skipped_steps == 0
+
+
+class MovingEngine(RecordedEngine):
+    """Each optimizer step moves the log-probability of every token by 0.3."""
+
+    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+        self.answer = self.answer + 0.3 * self.whole.loss_mask
+        return super().optim_step(adapter, denominator, lr)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("grpo", (5, 2)), ("gspo", (5, 2)), ("cispo", (2, 1))])
+def test_the_mismatch_is_that_of_the_policy_before_the_step(kind: str, tokens: tuple[int, int]) -> None:
+    """Servers sampled the first and third answer exactly, and the others, of older versions, with 0.1 less.
+
+    Without a proximal pass the first of the two minibatches alone has seen that policy.
+    """
+    batch = make_batch()
+    stale = batch.loss_mask & torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]).bool()
+    batch = replace(batch, versions=torch.where(stale, 3, batch.versions))
+    engine, adapter = MovingEngine(batch.rollout_logprobs + 0.1 * stale), make_adapter(kind=kind, minibatches=2)
+    report = _learn(engine, adapter, batch)
+    assert engine.denominators, "it has moved"
+    assert (report.sums["fresh_tokens"], report.sums["stale_tokens"]) == tokens
+    metrics = of_learning(report)
+    assert metrics["train/mismatch_fresh"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["train/mismatch_stale"] == pytest.approx(0.1, rel=1e-5)
 
 
 def test_older_tokens_may_differ() -> None:
