@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ class Variants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
+    """Sums over the batch's trained tokens (``sums``), the mean ``grad_norm`` of the optimizer steps that were taken.
 
     The sum ``loss`` has the reduction's weights; it belongs to ``divisors``, the sum of the steps' denominators.
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
@@ -230,7 +230,7 @@ def learn(
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
     totals: Counter[str] = Counter(divisors=0)
-    stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
+    steps = list[Mapping[str, float]]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     only = torch.zeros(batch.n_sequences, dtype=torch.bool, device=HOST)
     only[[*audited]] = True
@@ -269,8 +269,7 @@ def learn(
         totals.update({"divisors": divisor})
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
-        stats = engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values
-        skipped.append(stats["skipped"])
+        steps.append(engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values)
         # The values before the step are along the critic's own routes.
         totals.update(improve(engine, adapter, replace(minibatch, routes=None) if replays_old else minibatch, lr))
     renew(engine, adapter, version + 1)
@@ -284,11 +283,12 @@ def learn(
             variants = replace(variants, served=served)
     if before is None and scores is not None and adapter.config.minibatches == 1:
         before = scores[:, 0] if need_entropy else scores
+    norms = [step["grad_norm"] for step in steps if not step["skipped"]]
     return LearnReport(
         sums=dict(totals),
-        grad_norm=stats["grad_norm"],
-        lr=stats["lr"],
-        skipped=sum(skipped) / max(len(skipped), 1),
+        grad_norm=sum(norms) / len(norms) if norms else math.nan if steps else 0.0,
+        lr=lr,
+        skipped=sum(step["skipped"] for step in steps) / max(len(steps), 1),
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,

@@ -251,6 +251,24 @@ def test_the_mismatch_is_that_of_the_policy_before_the_step(kind: str, tokens: t
     assert metrics["train/mismatch_stale"] == pytest.approx(0.1, rel=1e-5)
 
 
+@pytest.mark.parametrize(("broken", "norm"), [((), 2.5), ((2,), 8 / 3), ((1, 2, 3, 4), math.nan)])
+def test_the_norm_is_the_mean_over_the_optimizer_steps_that_were_taken(broken: tuple[int, ...], norm: float) -> None:
+    """The last minibatch has no gradient of its own where its rewards are equal: the others still moved the adapter."""
+
+    class Norms(RecordedEngine):
+        def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+            values = super().optim_step(adapter, denominator, lr).values
+            return StepStats(
+                values={**values, "grad_norm": values["grad_norm"] * (4.0, 2.0, 4.0, 0.0)[len(self.rates) - 1]}
+            )
+
+    engine = Norms(make_batch().rollout_logprobs)
+    engine.broken = broken
+    report = _learn(engine, make_adapter(minibatches=4), make_batch())
+    assert report.grad_norm == pytest.approx(norm, nan_ok=True)
+    assert report.skipped == len(broken) / 4
+
+
 def test_older_tokens_may_differ() -> None:
     batch = replace(make_batch(), versions=torch.where(make_batch().loss_mask, 3, -1))
     report = _learn(RecordedEngine(batch.rollout_logprobs - 0.1), make_adapter(), batch)
