@@ -141,10 +141,17 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def make_loss(
-    adapter: Adapter, version: int, *, scale: float = 1.0, kept_caches: bool = False, served_routes: bool = False
+    adapter: Adapter,
+    version: int,
+    *,
+    scale: float = 1.0,
+    moved: bool = False,
+    kept_caches: bool = False,
+    served_routes: bool = False,
 ) -> LossFn:
     """Build the adapter's objective for the engine, times ``scale``. ``version`` is the version in training.
 
+    ``moved``: its training step has taken an optimizer step. Before that dropout and rounding clip no ratio.
     ``kept_caches``: servers keep KV caches of older versions. The objective takes the record of a token after a change
     as the policy that sampled it, which no version is; the trainer's log-probabilities are of one version throughout.
     ``served_routes``: those of the batch are the servers'.
@@ -165,14 +172,14 @@ def make_loss(
             given=micro.given,
             ref_logprobs=micro.ref_logprobs,
             entropy=entropy,
-            unmoved=not algorithm.needs_prox,
+            unmoved=not moved,
         )
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
         # With dropout a training pass is no score.
-        moved = torch.zeros_like(current) if adapter.config.dropout else (current - before).abs()
-        found = {"moved": torch.where(micro.loss_mask, moved, 0.0).sum(), **votes}
+        gap = torch.zeros_like(current) if adapter.config.dropout else (current - before).abs()
+        found = {"moved": torch.where(micro.loss_mask, gap, 0.0).sum(), **votes}
         mismatch = _mismatch(micro, before, version, kept_caches, served_routes)
         return LossSums(loss=sums.loss * scale, stats={**sums.stats, **mismatch, **found})
 
@@ -242,10 +249,13 @@ def learn(
     start = 0
     for index, minibatch in enumerate(split_minibatches(updates, adapter.config.minibatches)):
         trained = trained_mask(minibatch, adapter)
-        scale = gradient_scale(trained, minibatch.cu_seqlens, reduction)
+        scale, moved = gradient_scale(trained, minibatch.cu_seqlens, reduction), not all(s["skipped"] for s in steps)
+        loss = make_loss(
+            adapter, version, scale=scale, moved=moved, kept_caches=kept_caches, served_routes=served_routes
+        )
         sums = engine.forward_backward(
             minibatch,
-            make_loss(adapter, version, scale=scale, kept_caches=kept_caches, served_routes=served_routes),
+            loss,
             temperature=temperature,
             need_entropy=need_entropy,
             scores=None if scores is None else scores[start : start + minibatch.n_tokens],
@@ -258,7 +268,7 @@ def learn(
                 f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
-        compared = index == 0 or before is not None  # with the policy before the step, not one that has moved in it
+        compared = not moved or before is not None  # with the policy before the step
         found = {name: x for name, x in sums.items() if compared or not name.startswith(("fresh_", "stale_"))}
         totals.update(found | {"loss": sums["loss"] / scale})
         if not bool(trained.any()):  # momentum alone would move the adapter

@@ -17,6 +17,7 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.obs.trace import Spans
@@ -205,6 +206,27 @@ def test_dropout_moves_neither_the_weights_of_stale_tokens_nor_the_ratio() -> No
                 expected -= math.exp(gaps[-1]) * (spread, -spread, 0.0, 0.0)[sequence]
     assert report.sums["loss"] == pytest.approx(expected, rel=1e-4)
     assert report.per_sampled_token("behaviour_abs") == pytest.approx(sum(map(abs, gaps)) / len(gaps), rel=1e-5)
+
+
+class NoisyEngine(RecordedEngine):
+    """Says 2 nats more of each token in a training pass than in a score."""
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, **keys: Any) -> dict[str, float]:
+        self.dropped = self._of(batch) + 2.0 * batch.loss_mask
+        return super().forward_backward(batch, loss_fn, **keys)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize(("broken", "moved"), [((), 4), ((1,), 0)])
+def test_no_ratio_differs_from_one_before_an_optimizer_step(kind: str, broken: tuple[int, ...], moved: int) -> None:
+    """Of two minibatches of 3 and 4 tokens the first has the proximal policy, and the second if that is skipped."""
+    adapter = make_adapter(kind=kind, minibatches=2)
+    adapter = replace(adapter, config=adapter.config.model_copy(update={"dropout": 0.1}))
+    engine = NoisyEngine(make_batch().rollout_logprobs)
+    engine.broken = broken
+    report = _learn(engine, adapter, make_batch())
+    assert report.sums["ratio_abs"] == pytest.approx(2.0 * moved, rel=1e-6)
+    assert report.sums["tokens"] == 7
 
 
 def test_given_answers_do_not_dilute_what_is_said_of_sampled_ones() -> None:
