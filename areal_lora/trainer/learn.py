@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ class Variants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
+    """Sums over the batch's trained tokens (``sums``), the mean ``grad_norm`` of the optimizer steps that were taken.
 
     The sum ``loss`` has the reduction's weights; it belongs to ``divisors``, the sum of the steps' denominators.
     ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite. ``entropies``
@@ -141,10 +141,17 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def make_loss(
-    adapter: Adapter, version: int, *, scale: float = 1.0, kept_caches: bool = False, served_routes: bool = False
+    adapter: Adapter,
+    version: int,
+    *,
+    scale: float = 1.0,
+    moved: bool = False,
+    kept_caches: bool = False,
+    served_routes: bool = False,
 ) -> LossFn:
     """Build the adapter's objective for the engine, times ``scale``. ``version`` is the version in training.
 
+    ``moved``: its training step has taken an optimizer step. Before that dropout and rounding clip no ratio.
     ``kept_caches``: servers keep KV caches of older versions. The objective takes the record of a token after a change
     as the policy that sampled it, which no version is; the trainer's log-probabilities are of one version throughout.
     ``served_routes``: those of the batch are the servers'.
@@ -165,28 +172,28 @@ def make_loss(
             given=micro.given,
             ref_logprobs=micro.ref_logprobs,
             entropy=entropy,
-            unmoved=not algorithm.needs_prox,
+            unmoved=not moved,
         )
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
-        scored = before if adapter.config.dropout else current
-        return LossSums(
-            loss=sums.loss * scale,
-            stats={**sums.stats, **_mismatch(micro, scored, version, kept_caches, served_routes), **votes},
-        )
+        # With dropout a training pass is no score.
+        gap = torch.zeros_like(current) if adapter.config.dropout else (current - before).abs()
+        found = {"moved": torch.where(micro.loss_mask, gap, 0.0).sum(), **votes}
+        mismatch = _mismatch(micro, before, version, kept_caches, served_routes)
+        return LossSums(loss=sums.loss * scale, stats={**sums.stats, **mismatch, **found})
 
     return loss
 
 
 def _mismatch(
-    micro: MicroBatch, logprobs: Tensor, version: int, kept_caches: bool, served_routes: bool
+    micro: MicroBatch, before: Tensor, version: int, kept_caches: bool, served_routes: bool
 ) -> dict[str, Tensor]:
-    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
+    """Sum |before - behaviour| [T] separately over fresh tokens (sampled by ``version`` alone) and all others.
 
     Along servers' routes an answer's tokens of older versions have those of theirs, and the server's caches newer ones.
     """
-    gap = (logprobs - micro.rollout_logprobs).abs()
+    gap = (before - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
     if kept_caches:
         fresh &= ~after_change(micro.versions, micro.loss_mask)
@@ -194,14 +201,12 @@ def _mismatch(
         older = token_counts(micro.loss_mask & ~fresh, micro.cu_seqlens) > 0
         fresh &= ~spread(older, micro.cu_seqlens, len(gap))
     stale = micro.loss_mask & ~fresh
-    moved = torch.zeros_like(gap) if micro.prox_logprobs is None else (logprobs - micro.prox_logprobs).abs()
     # Not indexed by a mask: that would wait for a GPU.
     return {
         "fresh_tokens": fresh.sum().float(),
         "fresh_gap": torch.where(fresh, gap, 0.0).sum(),
         "stale_tokens": stale.sum().float(),
         "stale_gap": torch.where(stale, gap, 0.0).sum(),
-        "moved": torch.where(micro.loss_mask, moved, 0.0).sum(),
     }
 
 
@@ -232,7 +237,7 @@ def learn(
     updates = replace(batch, routes=batch.old_routes, old_routes=None) if replays_old else batch
     batch = replace(batch, old_routes=None)
     totals: Counter[str] = Counter(divisors=0)
-    stats, skipped = {"grad_norm": 0.0, "lr": lr}, list[float]()
+    steps = list[Mapping[str, float]]()
     temperature, need_entropy = adapter.config.sampling.temperature, adapter.algorithm.needs_entropy
     only = torch.zeros(batch.n_sequences, dtype=torch.bool, device=HOST)
     only[[*audited]] = True
@@ -244,10 +249,13 @@ def learn(
     start = 0
     for index, minibatch in enumerate(split_minibatches(updates, adapter.config.minibatches)):
         trained = trained_mask(minibatch, adapter)
-        scale = gradient_scale(trained, minibatch.cu_seqlens, reduction)
+        scale, moved = gradient_scale(trained, minibatch.cu_seqlens, reduction), not all(s["skipped"] for s in steps)
+        loss = make_loss(
+            adapter, version, scale=scale, moved=moved, kept_caches=kept_caches, served_routes=served_routes
+        )
         sums = engine.forward_backward(
             minibatch,
-            make_loss(adapter, version, scale=scale, kept_caches=kept_caches, served_routes=served_routes),
+            loss,
             temperature=temperature,
             need_entropy=need_entropy,
             scores=None if scores is None else scores[start : start + minibatch.n_tokens],
@@ -260,7 +268,9 @@ def learn(
                 f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
                 f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
             )
-        totals.update(sums | {"loss": sums["loss"] / scale})
+        compared = not moved or before is not None  # with the policy before the step
+        found = {name: x for name, x in sums.items() if compared or not name.startswith(("fresh_", "stale_"))}
+        totals.update(found | {"loss": sums["loss"] / scale})
         if not bool(trained.any()):  # momentum alone would move the adapter
             engine.discard_gradients(adapter.name)
             continue
@@ -269,8 +279,7 @@ def learn(
         totals.update({"divisors": divisor})
         # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
         finite = all(map(math.isfinite, sums.values()))
-        stats = engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values
-        skipped.append(stats["skipped"])
+        steps.append(engine.optim_step(adapter.name, scale * divisor if finite else math.nan, lr).values)
         # The values before the step are along the critic's own routes.
         totals.update(improve(engine, adapter, replace(minibatch, routes=None) if replays_old else minibatch, lr))
     renew(engine, adapter, version + 1)
@@ -284,11 +293,12 @@ def learn(
             variants = replace(variants, served=served)
     if before is None and scores is not None and adapter.config.minibatches == 1:
         before = scores[:, 0] if need_entropy else scores
+    norms = [step["grad_norm"] for step in steps if not step["skipped"]]
     return LearnReport(
         sums=dict(totals),
-        grad_norm=stats["grad_norm"],
-        lr=stats["lr"],
-        skipped=sum(skipped) / max(len(skipped), 1),
+        grad_norm=sum(norms) / len(norms) if norms else math.nan if steps else 0.0,
+        lr=lr,
+        skipped=sum(step["skipped"] for step in steps) / max(len(steps), 1),
         entropies=scores[:, 1] if scores is not None and need_entropy else None,
         logprobs=before,
         truncated=batch.kept is not None,

@@ -17,6 +17,7 @@ from areal_lora.config.models import OptimizerConfig
 from areal_lora.config.sections.run import ServedAs
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.packed_groups import PackedGroups
+from areal_lora.engine.base import LossFn
 from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.obs.trace import Spans
@@ -24,7 +25,7 @@ from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.learn import Variants, annotate, learn, make_loss
 from areal_lora.trainer.step_metrics import of_learning
-from areal_lora.types import Correction, TrainBatch
+from areal_lora.types import Correction, StepStats, TrainBatch
 from tests.support.solo_exchange import SoloExchange
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
@@ -207,6 +208,27 @@ def test_dropout_moves_neither_the_weights_of_stale_tokens_nor_the_ratio() -> No
     assert report.per_sampled_token("behaviour_abs") == pytest.approx(sum(map(abs, gaps)) / len(gaps), rel=1e-5)
 
 
+class NoisyEngine(RecordedEngine):
+    """Says 2 nats more of each token in a training pass than in a score."""
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, **keys: Any) -> dict[str, float]:
+        self.dropped = self._of(batch) + 2.0 * batch.loss_mask
+        return super().forward_backward(batch, loss_fn, **keys)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize(("broken", "moved"), [((), 4), ((1,), 0)])
+def test_no_ratio_differs_from_one_before_an_optimizer_step(kind: str, broken: tuple[int, ...], moved: int) -> None:
+    """Of two minibatches of 3 and 4 tokens the first has the proximal policy, and the second if that is skipped."""
+    adapter = make_adapter(kind=kind, minibatches=2)
+    adapter = replace(adapter, config=adapter.config.model_copy(update={"dropout": 0.1}))
+    engine = NoisyEngine(make_batch().rollout_logprobs)
+    engine.broken = broken
+    report = _learn(engine, adapter, make_batch())
+    assert report.sums["ratio_abs"] == pytest.approx(2.0 * moved, rel=1e-6)
+    assert report.sums["tokens"] == 7
+
+
 def test_given_answers_do_not_dilute_what_is_said_of_sampled_ones() -> None:
     """The controller of the KL coefficient gets the divergence of the tokens that have one."""
     batch = replace(make_batch(), given=torch.tensor([False, False, True, True]))
@@ -223,6 +245,50 @@ def test_one_minibatch_that_is_skipped_is_not_a_step_that_is_skipped(monkeypatch
     engine.broken = (1, 3, 5, 7)
     _run(monkeypatch, state, engine, 4)
     assert state.skipped_steps == 0
+
+
+class MovingEngine(RecordedEngine):
+    """Each optimizer step moves the log-probability of every token by 0.3."""
+
+    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+        self.answer = self.answer + 0.3 * self.whole.loss_mask
+        return super().optim_step(adapter, denominator, lr)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("grpo", (5, 2)), ("gspo", (5, 2)), ("cispo", (2, 1))])
+def test_the_mismatch_is_that_of_the_policy_before_the_step(kind: str, tokens: tuple[int, int]) -> None:
+    """Servers sampled the first and third answer exactly, and the others, of older versions, with 0.1 less.
+
+    Without a proximal pass the first of the two minibatches alone has seen that policy.
+    """
+    batch = make_batch()
+    stale = batch.loss_mask & torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]).bool()
+    batch = replace(batch, versions=torch.where(stale, 3, batch.versions))
+    engine, adapter = MovingEngine(batch.rollout_logprobs + 0.1 * stale), make_adapter(kind=kind, minibatches=2)
+    report = _learn(engine, adapter, batch)
+    assert engine.denominators, "it has moved"
+    assert (report.sums["fresh_tokens"], report.sums["stale_tokens"]) == tokens
+    metrics = of_learning(report)
+    assert metrics["train/mismatch_fresh"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["train/mismatch_stale"] == pytest.approx(0.1, rel=1e-5)
+
+
+@pytest.mark.parametrize(("broken", "norm"), [((), 2.5), ((2,), 8 / 3), ((1, 2, 3, 4), math.nan)])
+def test_the_norm_is_the_mean_over_the_optimizer_steps_that_were_taken(broken: tuple[int, ...], norm: float) -> None:
+    """The last minibatch has no gradient of its own where its rewards are equal: the others still moved the adapter."""
+
+    class Norms(RecordedEngine):
+        def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+            values = super().optim_step(adapter, denominator, lr).values
+            return StepStats(
+                values={**values, "grad_norm": values["grad_norm"] * (4.0, 2.0, 4.0, 0.0)[len(self.rates) - 1]}
+            )
+
+    engine = Norms(make_batch().rollout_logprobs)
+    engine.broken = broken
+    report = _learn(engine, make_adapter(minibatches=4), make_batch())
+    assert report.grad_norm == pytest.approx(norm, nan_ok=True)
+    assert report.skipped == len(broken) / 4
 
 
 def test_older_tokens_may_differ() -> None:

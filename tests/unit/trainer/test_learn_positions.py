@@ -112,7 +112,9 @@ def test_old_ref_current_and_rollout_logprobs_line_up(kind: str, dp: int, budget
     assert annotated.prox_logprobs is None or torch.equal(annotated.prox_logprobs[on], batch.rollout_logprobs[on])
     report = learn(engine, adapter, annotated, version=4, base_dtype="float32", lr=0.1)
     tokens = sum(n for shape in SHAPES for n in shape[1::2])
-    assert report.sums["tokens"] == report.sums["fresh_tokens"] == tokens
+    assert report.sums["tokens"] == tokens
+    if annotated.prox_logprobs is not None or minibatches == 1:
+        assert report.sums["fresh_tokens"] == tokens
     for name in ("behaviour_abs", "moved", "fresh_gap", "clipped", "capped"):
         assert report.sums[name] == 0.0, name
     assert report.per_token("kl") == pytest.approx(float(k3(torch.tensor(0.0), torch.tensor(-REF_GAP))), rel=1e-6)
