@@ -13,6 +13,7 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
+import contextlib
 import glob
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,16 +92,28 @@ _QUESTION, _ANSWER, _REPLY = "areal question", "areal answer", "areal reply"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formatter:
-    """The format of one adapter's prompts. Raises ConfigError for chat without a chat template."""
+    """The format of one adapter's prompts. Raises ConfigError for chat without a chat template.
+
+    ``ends`` has the special token that ends the assistant's turn, if any: the tokenizer of a model without instruction
+    tuning often names another end of sequence, which alone servers stop at.
+    """
 
     tokenizer: TextTokenizer
     how: PromptFormat = field(default_factory=PromptFormat)
+    ends: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        if self.how.is_chat and not self.tokenizer.chat_template:
-            raise ConfigError(
-                "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
-            )
+        if not self.tokenizer.chat_template:
+            if self.how.is_chat:
+                raise ConfigError(
+                    "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
+                )
+            return
+        with contextlib.suppress(ConfigError):  # a template may refuse the example and take the rows
+            after = self.tokenizer.encode(self.after_answer([], last=False), add_special_tokens=False)[:1]
+            shown, said = (self.tokenizer.decode(after, skip_special_tokens=skip).strip() for skip in (False, True))
+            if shown and not said:  # no blank
+                self.ends.extend(after)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The prompt's tokens [P]."""
@@ -119,10 +132,11 @@ class Formatter:
     def reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:
         """Tokens of an environment's reply [R], which continue a sequence that ends with ``answer_ids`` [A].
 
-        Plain text goes in as it is. In a chat it is a message of ``role``: the end of the assistant's turn, if the
-        model has not sampled it, the message, and the beginning of the next turn.
+        Plain text goes in as it is, as does what continues the assistant's own turn. Else it is in a chat a message of
+        ``role``: the end of the assistant's turn, if the model has not sampled it, the message, and the beginning of
+        the next turn.
         """
-        if not self.how.is_chat:
+        if not self.how.is_chat or role == "assistant":
             return self.tokenizer.encode(text, add_special_tokens=False)
         after = self.after_answer([{"role": role, "content": _REPLY}], last=True).replace(_REPLY, text)
         after += self.how.prefill
