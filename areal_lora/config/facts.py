@@ -135,7 +135,7 @@ class Facts:
     def shape(self) -> ModelShape | None:
         """Sizes of the model; None where the model rule complains."""
         if self.hf_config is not None:
-            with suppress(KeyError, ConfigError):
+            with suppress(KeyError, TypeError, ConfigError):  # a list has a size for each layer
                 return ModelShape.from_hf(self.hf_config, self.checkpoint)
         return None
 
