@@ -202,8 +202,8 @@ def _chat_template(model: models.ModelConfig) -> bool | None:
 
 def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
     if hf_config is not None and hf_config.get("model_type") not in supported():
-        with suppress(OSError, ValueError, ConfigError):
-            return read_checkpoint(Path(model.folder))
+        with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+            return read_checkpoint(Path(model.folder), hf_config)
     return None
 
 

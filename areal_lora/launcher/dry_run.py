@@ -21,7 +21,7 @@ from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, device_bytes, source_ranks, version_bytes
 from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slot
 from areal_lora.config.sizing.what_if import what_if
-from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, PAGE, REMOTE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
@@ -298,7 +298,7 @@ def ports(config: Config) -> list[tuple[str, str, str, str]]:
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:
-    base = human_bytes(base_bytes(shape, config.model.dtype))
+    base = human_bytes(shape.parameters * DTYPE_BYTES[config.model.dtype])
     rows = [("base model (frozen)", f"{shape.parameters:,}", "", base)]
     for adapter in config.adapters:
         size = adapter_size(shape, adapter.spec(""))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
-from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape, saved_bytes
 from areal_lora.families.sites import adapter_size, distinct, linear_elements, linear_sites, pieces_of
 
 MIB = 2**20
@@ -91,7 +91,7 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
             processes.append(Memory(name=name, role="trainer", nodes=tuple(of_owner), parts=parts))
     if config.model.shared_memory:
         here = tuple(sorted({seat.node for seat in seats.trainer}))
-        whole = Part("base in shared memory", host=base_bytes(shape, config.model.dtype))
+        whole = Part("base in shared memory", host=saved_bytes(shape, config.model.dtype))
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))

@@ -39,7 +39,8 @@ LAYERS = derive(
         f"model.layers.{layer}.{path}.weight": shape
         for layer in range(4)
         for path, shape in {"self_attn.qkv_proj": (64, 64), "mlp.down_proj": (64, 64)}.items()
-    }
+    },
+    4,
 )
 PATHS = {
     "moe": MOE,
