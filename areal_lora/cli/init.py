@@ -83,7 +83,7 @@ def _positions(model: str) -> int:
         return sys.maxsize
     try:
         return read_shape(Path(model)).max_positions
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         reason = f"its config.json cannot be used: {error!r}"
         raise ConfigError(model, reason, "give a Hugging Face model folder") from None
 

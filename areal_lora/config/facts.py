@@ -135,7 +135,7 @@ class Facts:
     def shape(self) -> ModelShape | None:
         """Sizes of the model; None where the model rule complains."""
         if self.hf_config is not None:
-            with suppress(KeyError, ConfigError):
+            with suppress(KeyError, TypeError, ConfigError):  # a list has a size for each layer
                 return ModelShape.from_hf(self.hf_config, self.checkpoint)
         return None
 
@@ -202,8 +202,8 @@ def _chat_template(model: models.ModelConfig) -> bool | None:
 
 def _checkpoint(model: models.ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
     if hf_config is not None and hf_config.get("model_type") not in supported():
-        with suppress(OSError, ValueError, ConfigError):
-            return read_checkpoint(Path(model.folder))
+        with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+            return read_checkpoint(Path(model.folder), hf_config)
     return None
 
 

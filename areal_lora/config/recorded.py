@@ -24,6 +24,7 @@ from areal_lora.config.load import Origin, to_config_errors, tracked
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.families.safetensors_head import INDEX_FILE, WEIGHT_FILE
+from areal_lora.families.shape import longrope_context, read_hf_config
 from areal_lora.run_folder.paths import DesiredAdapter, RunFolder, read_desired, write_file
 from areal_lora.types import AdapterSpec
 
@@ -273,17 +274,23 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
     commit, revision = before.model.commit, f"{now.model.revision} (commit {now.model.commit})"
     if None not in (commit, now.model.commit) and commit != now.model.commit:
         return _differs(RUN["model.path"], "model.revision", commit, revision)
+    with contextlib.suppress(OSError, ValueError):  # of a model that is not here, the start that downloads it
+        if original := longrope_context(read_hf_config(Path(now.model.folder))):
+            was, longest = before.rollout.max_model_len, now.rollout.max_model_len
+            if (was > original) != (longest > original):
+                why = f"the base has other rotary factors at every position above its original context of {original}"
+                return _differs(why, "rollout.max_model_len", was, longest)
     names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
     if error := _differs("a run keeps its adapters", "adapters", names, wanted):
         return error
-    was = {adapter.name: adapter for adapter in before.adapters}
+    earlier = {adapter.name: adapter for adapter in before.adapters}
     for adapter in now.adapters:
-        seeds = adapter_run(before, was[adapter.name]).seed, adapter_run(now, adapter).seed
+        seeds = adapter_run(before, earlier[adapter.name]).seed, adapter_run(now, adapter).seed
         path = "run.seed" if adapter.seed is None else f"adapters.{adapter.name}.seed"
         if error := _differs(SEED, path, *seeds):
             return error
         for key, why in ADAPTER.items():
-            values = [_at(one, key) for one in (was[adapter.name], adapter)]
+            values = [_at(one, key) for one in (earlier[adapter.name], adapter)]
             if key == "task":
                 # None where held-out rows are taken from the training rows.
                 shared = any(value["kind"] == "dataset" and value["eval"] is None for value in values)
@@ -291,7 +298,7 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
                 values = [{k: v for k, v in value.items() if k not in free} for value in values]
             if error := _differs(why, f"adapters.{adapter.name}.{key}", *values):
                 return error
-        then, new = was[adapter.name].sampling, adapter.sampling
+        then, new = earlier[adapter.name].sampling, adapter.sampling
         key = f"adapters.{adapter.name}.sampling.difficulty"
         if then.staged != new.staged and (error := _differs(SEED, key, then.difficulty, new.difficulty)):
             return error

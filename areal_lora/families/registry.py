@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +264,8 @@ class Linear:
 class Checkpoint:
     """The projections that LoRA can adapt, and sizes in elements. ``experts`` is None unless they can be adapted.
 
-    ``expert_layers`` are the layers with ``n_experts`` of width ``expert_ffn``. ``largest_layer`` counts the
-    parameters of one layer.
+    ``expert_layers`` are the layers with ``n_experts`` of width ``expert_ffn``. ``parameters`` are those of the model,
+    of one layer in ``largest_layer``; ``saved`` has those of MTP, too.
     """
 
     linears: tuple[Linear, ...]
@@ -274,32 +274,39 @@ class Checkpoint:
     n_experts: int
     expert_ffn: int
     parameters: int
+    saved: int
     largest_layer: int
 
-    def below(self, layers: int) -> "Checkpoint":
-        """Leave out further layers: those of MTP, of which neither transformers nor vLLM makes a module here."""
-        cut = [replace(linear, layers=tuple(i for i in linear.layers if i < layers)) for linear in self.linears]
-        experts = tuple(i for i in self.expert_layers if i < layers)
-        return replace(self, linears=tuple(linear for linear in cut if linear.layers), expert_layers=experts)
 
+def read_checkpoint(folder: Path, config: Mapping[str, Any]) -> Checkpoint | None:
+    """Read the headers of the weight files; None where there are none.
 
-def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Read the headers of the weight files; None where there are none. Raises OSError, ValueError, ConfigError."""
+    Raises OSError, ValueError, ConfigError, and KeyError for a config.json without a number of layers.
+    """
     tensors: dict[str, Shape] = {}
     for file in weight_files(folder):
         with (folder / file).open("rb") as opened:
             tensors |= {name: tuple(entry.shape) for name, entry in read_head(opened)[0].items()}
-    return derive(tensors) if tensors else None
+    return derive(tensors, int(config["num_hidden_layers"])) if tensors else None
 
 
-def derive(tensors: Mapping[str, Shape]) -> Checkpoint:
-    """``tensors`` has the shape of every tensor of the checkpoint by name."""
+def derive(tensors: Mapping[str, Shape], layers: int) -> Checkpoint:
+    """``tensors`` has the shape of every tensor of the checkpoint by name.
+
+    Those of MTP follow the last of the ``layers``, or have a name of their own (EXAONE): neither transformers nor vLLM
+    makes a module of them here.
+    """
     per_layer: dict[str, int] = defaultdict(int)
     kinds: dict[str, list[tuple[str, int, Shape]]] = defaultdict(list)
     experts: dict[str, set[tuple[int, int]]] = defaultdict(set)
     widths: dict[str, Shape] = {}
+    parameters = 0
     for name, shape in tensors.items():
-        if (found := _LAYER.match(name)) is None or name.startswith("mtp."):  # EXAONE's, as `Checkpoint.below`
+        found = _LAYER.match(name)
+        if name.startswith("mtp.") or (found is not None and int(found["layer"]) >= layers):
+            continue
+        parameters += math.prod(shape)
+        if found is None:
             continue
         per_layer[f"{found['prefix']}.{found['layer']}"] += math.prod(shape)
         if not name.endswith(".weight") or len(shape) != 2:
@@ -314,14 +321,15 @@ def derive(tensors: Mapping[str, Shape]) -> Checkpoint:
         elif not rest.endswith("norm") and path_of(f"{found['prefix']}.{layer}.{rest}"):
             kinds[rest].append((found["prefix"], layer, shape))
     mlp = _gated(experts)
-    layers = sorted({layer for layer, _ in experts[mlp.down]}) if mlp else []
+    sparse = sorted({layer for layer, _ in experts[mlp.down]}) if mlp else []
     return Checkpoint(
         linears=tuple(linear for path, places in sorted(kinds.items()) if (linear := _linear(path, places))),
         experts=mlp,
-        expert_layers=tuple(layers),
+        expert_layers=tuple(sparse),
         n_experts=1 + max(expert for _, expert in experts[mlp.down]) if mlp else 0,
         expert_ffn=widths[mlp.down][1] if mlp else 0,
-        parameters=sum(map(math.prod, tensors.values())),
+        parameters=parameters,
+        saved=sum(map(math.prod, tensors.values())),
         largest_layer=max(per_layer.values(), default=0),
     )
 

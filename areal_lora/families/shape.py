@@ -80,7 +80,7 @@ class ModelShape:
         layers, heads, hidden = (
             int(config[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
-        checkpoint = None if kind in supported() or checkpoint is None else checkpoint.below(layers)
+        checkpoint = None if kind in supported() else checkpoint
         experts = expert_ffn = shared_ffn = 0
         if checkpoint is not None:
             # What a row would state of the experts; nothing else of it is read for a family without a row.
@@ -123,7 +123,7 @@ class ModelShape:
 def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model in ``folder``. Raises like `ModelShape.from_hf` and `read_hf_config`."""
     config = read_hf_config(folder)
-    return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder))
+    return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder, config))
 
 
 def longrope_context(config: Mapping[str, Any]) -> int | None:
@@ -135,8 +135,9 @@ def longrope_context(config: Mapping[str, Any]) -> int | None:
     return original
 
 
-def base_bytes(shape: ModelShape, dtype: str) -> int:
-    return shape.parameters * DTYPE_BYTES[dtype]
+def saved_bytes(shape: ModelShape, dtype: str) -> int:
+    """Of the model's files."""
+    return (shape.checkpoint.saved if shape.checkpoint else shape.parameters) * DTYPE_BYTES[dtype]
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

@@ -140,6 +140,12 @@ def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
     return found
 
 
+def linear_elements(shape: ModelShape) -> int:
+    """Weights of the layers that can be adapted, of all experts: no routers, embeddings or output layer."""
+    sites = ((piece, key.scope) for key in linear_sites(shape) for piece in pieces_of(shape, key))
+    return sum(p.in_features * p.out_features * (shape.experts if s is Scope.EXPERT else 1) for p, s in sites)
+
+
 def _name(key: SiteKey, path: str, expert: int | None) -> str:
     return f"model.layers.{key.layer}.{path.format(expert)}"
 

@@ -21,7 +21,7 @@ from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, device_bytes, source_ranks, version_bytes
 from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slot
 from areal_lora.config.sizing.what_if import what_if
-from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.plan import CONTROLLER, PAGE, REMOTE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
@@ -33,7 +33,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.link.relays import MOST, form_s, relay_tree, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint
 
-_WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
+_WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service", REMOTE: "gateway"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:"}
 SMALL = 4 * GIB
 """Below this many bytes of a process parts are printed in MiB."""
@@ -63,7 +63,7 @@ def _summary(config: Config, plan: JobPlan) -> Table:
     rows = []
     limit = device_bytes(config, None)
     for node in range(plan.nodes):
-        for role in (TRAINER, SERVER, CONTROLLER, SERVICE):
+        for role in _WORDS:
             here = [spec for spec in plan.processes if (spec.node, spec.role) == (node, role)]
             if here:
                 of_role = "rollout" if role == SERVER else role
@@ -112,7 +112,7 @@ def _ranges(numbers: list[int]) -> str:
 def _runs(specs: list[ProcessSpec]) -> str:
     """``trainer ranks 0-7``, ``servers 0-3, 2 devices each``."""
     word, numbers = _WORDS[specs[0].role], [spec.index for spec in specs]
-    if specs[0].role in (CONTROLLER, SERVICE):
+    if specs[0].role in (CONTROLLER, SERVICE, REMOTE):
         return word
     text = f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]}-{numbers[-1]}"
     size = len(specs[0].devices)
@@ -298,7 +298,7 @@ def ports(config: Config) -> list[tuple[str, str, str, str]]:
 
 
 def _sizes(config: Config, shape: ModelShape) -> Table:
-    base = human_bytes(base_bytes(shape, config.model.dtype))
+    base = human_bytes(shape.parameters * DTYPE_BYTES[config.model.dtype])
     rows = [("base model (frozen)", f"{shape.parameters:,}", "", base)]
     for adapter in config.adapters:
         size = adapter_size(shape, adapter.spec(""))

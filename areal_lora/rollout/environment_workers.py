@@ -287,7 +287,7 @@ class _Worker:
     async def _set_up(self, process: Process) -> None:
         """Raises ConfigError where the environment cannot be loaded."""
         chosen = self._chosen
-        search_path = [os.getcwd()] if chosen.python else [folder or os.getcwd() for folder in sys.path]
+        search_path = [folder for folder in ([] if chosen.python else sys.path) if folder] + [os.getcwd()]
         silence_s = SILENCE_S if self._launcher else 0.0
         self._send(process, WorkflowSetup(settings=self._settings, search_path=search_path, silence_s=silence_s))
         try:

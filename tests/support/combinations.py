@@ -47,7 +47,7 @@ def facts_of(family: str, experts: bool) -> Facts:
             f"mlp.experts.{e}.{leaf}": (64, 64) for e in range(8) for leaf in ("gate_proj", "up_proj", "down_proj")
         }
     shapes = {f"model.layers.{i}.{path}.weight": shape for i in range(4) for path, shape in paths.items()}
-    return Facts(hf_config=hf, checkpoint=derive(shapes))
+    return Facts(hf_config=hf, checkpoint=derive(shapes, 4))
 
 
 def config_of(c: Combination) -> Config:

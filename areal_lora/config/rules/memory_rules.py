@@ -11,7 +11,7 @@ from areal_lora.config.sizing import memory as sizing
 from areal_lora.config.sizing.memory import GIB, Memory
 from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices, smaller_slot
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import ModelShape, base_bytes
+from areal_lora.families.shape import ModelShape, saved_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
 
 
@@ -56,7 +56,7 @@ def shared_base_fits(config: Config, facts: Facts) -> Iterator[Finding]:
     shape, have = facts.shape, facts.shared_bytes
     if not config.model.shared_memory or shape is None or have is None:
         return
-    need = base_bytes(shape, config.model.dtype)
+    need = saved_bytes(shape, config.model.dtype)
     if need > have:
         reason = f"the base takes {need / GIB:.1f} GiB and /dev/shm holds {have / GIB:.1f}"
         fix = "mount it larger (docker run --shm-size, or mount -o remount,size=...), or set it to false"

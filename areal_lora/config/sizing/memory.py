@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.sizing import activations, slots
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
-from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
-from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape, saved_bytes
+from areal_lora.families.sites import adapter_size, distinct, linear_elements, linear_sites, pieces_of
 
 MIB = 2**20
 GIB = 2**30
@@ -91,18 +91,27 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
             processes.append(Memory(name=name, role="trainer", nodes=tuple(of_owner), parts=parts))
     if config.model.shared_memory:
         here = tuple(sorted({seat.node for seat in seats.trainer}))
-        whole = Part("base in shared memory", host=base_bytes(shape, config.model.dtype))
+        whole = Part("base in shared memory", host=saved_bytes(shape, config.model.dtype))
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
     rewards = [one for adapter in (*config.adapters, *slots.joining_adapters(config)) for one in adapter.rewards]
     scorers = sum(one.workers * (SCORER_PROCESS + PROGRAM * (one.kind == "code")) for one in rewards)
-    parts = (Part("processes", host=CONTROLLER_PROCESS + scorers),)
-    processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
+    beside = {"controller": [Part("processes", host=CONTROLLER_PROCESS + scorers)]}
     if slots.has_tenants(config):
-        parts = (Part("processes", host=SERVICE_PROCESS),)
-        processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
-    return tuple(processes)
+        beside["service"] = [Part("processes", host=SERVICE_PROCESS)]
+    if (remote := config.rollout.remote) is not None:
+        beside["remote"] = [Part("processes", host=SERVICE_PROCESS), _passing(config, shape, remote.store)]
+    node = (seats.controller.node,)
+    return (*processes, *(Memory(name=role, role=role, nodes=node, parts=tuple(p)) for role, p in beside.items()))
+
+
+def _passing(config: Config, shape: ModelShape, store: str | None) -> Part:
+    """Versions at the gateway, whatever its servers: those of `ShardBases`, and the largest as it arrives."""
+    adapters = (*config.adapters, *slots.joining_adapters(config))
+    sizes = sorted(version_bytes(config, shape, each) for each in adapters)[-slots.adapter_capacity(config) :]
+    bases = 0 if store or config.rollout.adapter_mode == "merged" else 2
+    return Part("versions", host=bases * sum(sizes) + (2 if store else 1) * max(sizes, default=0))
 
 
 def _stages(config: Config, shape: ModelShape) -> list[list[int]]:
@@ -206,11 +215,9 @@ def _adapters(
 def _joining(config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int) -> list[Part]:
     """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
     adapters = slots.joining_adapters(config)
-    if not adapters:
-        return []
     parts = _adapters(config, shape, adapters[:1], stage, layers, owner)
     device, host = sum(part.device for part in parts), sum(part.host for part in parts)
-    return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)]
+    return [Part(JOINING, device=len(adapters) * device, host=len(adapters) * host)] * bool(adapters)
 
 
 def _base(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]) -> list[Part]:
@@ -234,11 +241,10 @@ def _served(config: Config, shape: ModelShape, stage: int, layers: Sequence[int]
 
 def _gathered_elements(config: Config, shape: ModelShape) -> int:
     """The largest unit that `fully_shard` gathers: as it arrived, as parameters, and the next one, which arrives."""
-    one = TrainerConfig(world_size=1)
     ends = shape.vocab * shape.hidden
     if shape.checkpoint is not None:
         return 3 * max(ends, shape.checkpoint.largest_layer)
-    alone = config.model_copy(update={"trainer": one})
+    alone = config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
     layers = (_base_elements(alone, shape, 0, range(n, n + 1)) for n in range(shape.layers))
     tails = ends if shape.tied else 2 * ends
     return 3 * max(ends, *(elements - tails for elements in layers))
@@ -322,7 +328,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     experts = shape.experts_per_token * (max(2 * inner, shape.hidden) + max(inner, shape.hidden))
     width = max(3 * shape.ffn // tp if shape.dense_layers else 0, experts)
     step = tokens * (4 * shape.hidden + width) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
-    weights = shape.parameters * item - (_linear_elements(shape) * (item - 1) if rollout.in_fp8("quantization") else 0)
+    weights = shape.parameters * item - (linear_elements(shape) * (item - 1) if rollout.in_fp8("quantization") else 0)
     staging = staging_bytes(config, shape)
     version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
     if on_cpu:
@@ -347,12 +353,6 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
         Part(STAGING, device=on_device, host=on_host * tp),
         Part("process", device=GPU_CONTEXT + graphs, host=(tp + 2) * GPU_HOST),
     )
-
-
-def _linear_elements(shape: ModelShape) -> int:
-    """Weights of the layers that vLLM quantises: those that can be adapted, no routers, embeddings or output layer."""
-    sites = ((piece, key.scope) for key in linear_sites(shape) for piece in pieces_of(shape, key))
-    return sum(p.in_features * p.out_features * (shape.experts if s is Scope.EXPERT else 1) for p, s in sites)
 
 
 def kv_token_bytes(config: Config, shape: ModelShape) -> int:

@@ -83,3 +83,15 @@ def test_what_is_missing_is_named_and_nothing_is_overwritten(
     file.write_text("mine")
     assert app.main(["init", str(file)]) == 64
     assert file.read_text() == "mine"
+
+
+def test_a_model_with_a_size_for_each_layer_is_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((TINY_MODEL / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": [64] * 4}))
+    words = ["--model", str(model), *options(data, "numeric_match")[2:], "--device", "cpu"]
+    assert app.main(["init", str(tmp_path / "x.yaml"), *words]) == 64
+    assert f"{model}: its config.json cannot be used: TypeError" in capsys.readouterr().err

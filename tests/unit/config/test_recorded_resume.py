@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,30 @@ def test_must_not_change(change: str, path: str, was: str, now: str) -> None:
     assert now in error.reason
     assert "--fresh" in error.fix
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "was", "now", "refused"),
+    [
+        ("longrope", 256, 257, True),
+        ("longrope", 257, 200, True),
+        ("longrope", 200, 256, False),
+        ("longrope", 257, 300, False),
+        ("llama3", 256, 257, False),
+    ],
+)
+def test_a_length_stays_on_its_side_of_the_original_context(
+    kind: str, was: int, now: int, refused: bool, tmp_path: Path
+) -> None:
+    """Trainer and servers take LongRoPE's long factors at every position where the longest sequence is above it."""
+    rope = {"rope_type": kind, "original_max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": rope}))
+    error = conflict(*(config(f"model.path={tmp_path}", f"rollout.max_model_len={n}") for n in (was, now)))
+    assert (error is not None) == refused
+    if error is not None:
+        assert error.path == "rollout.max_model_len"
+        assert f"it is {now}, but the run was started with {was}" in error.reason
+        assert "\n" not in str(error)
 
 
 STAGES = "adapters.gsm8k.sampling.difficulty={level: {0: {easy: 1}, 100: {easy: 1, hard: 2}}}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import derive, read_checkpoint
 from areal_lora.families.safetensors_head import INDEX_FILE
-from areal_lora.families.shape import ModelShape, read_shape
+from areal_lora.families.shape import ModelShape, read_shape, saved_bytes
 from areal_lora.families.sites import adapter_size
 from areal_lora.families.targets import modules, resolve
 from areal_lora.types import AdapterSpec
@@ -38,7 +40,7 @@ EXPERTS = {
 
 
 def shape_of(names: dict[str, tuple[int, ...]]) -> ModelShape:
-    return ModelShape.from_hf(CONFIG, derive(names))
+    return ModelShape.from_hf(CONFIG, derive(names, 2))
 
 
 def test_linear_layers_are_the_matrices_of_layers_but_routers() -> None:
@@ -93,7 +95,7 @@ def test_experts_with_known_names_are_adapted_one_by_one() -> None:
     assert {n for n in names if covered(n, found)} == modules(["all-linear"], [], shape).keys()
 
 
-def test_layers_that_predict_several_tokens_are_not_adapted() -> None:
+def test_layers_that_predict_several_tokens_are_neither_adapted_nor_held() -> None:
     """GLM-4.5 publishes one after its last layer, EXAONE beside; transformers makes no module of them."""
     last = {n: size for n, size in (NAMES | EXPERTS).items() if "layers.1" in n}
     mtp = {n.replace("layers.1", "layers.2"): size for n, size in last.items()}
@@ -103,6 +105,11 @@ def test_layers_that_predict_several_tokens_are_not_adapted() -> None:
     assert modules(["all-linear"], [], found) == modules(["all-linear"], [], plain)
     assert resolve(["all-linear"], [], found) == resolve(["all-linear"], [], plain)
     assert (found.routes, found.dense_layers) == (plain.routes, 1)
+    assert found.checkpoint is not None
+    assert plain.checkpoint is not None
+    assert replace(found.checkpoint, saved=plain.checkpoint.saved) == plain.checkpoint
+    assert found.parameters == sum(map(math.prod, (NAMES | EXPERTS).values()))
+    assert saved_bytes(found, "bfloat16") == 2 * sum(map(math.prod, (NAMES | EXPERTS | mtp).values()))
 
 
 def test_the_size_of_an_adapter_is_counted_from_every_tensor() -> None:
@@ -113,7 +120,7 @@ def test_the_size_of_an_adapter_is_counted_from_every_tensor() -> None:
 
 
 def test_a_folder_is_read_by_its_headers(tmp_path: Path) -> None:
-    assert read_checkpoint(tmp_path) is None
+    assert read_checkpoint(tmp_path, CONFIG) is None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_shards(tmp_path)
     assert read_shape(tmp_path) == shape_of(NAMES)
@@ -158,4 +165,4 @@ def test_an_index_that_does_not_fit_its_folder_is_refused(tmp_path: Path, index:
     write_shards(tmp_path)
     (tmp_path / INDEX_FILE).write_bytes(index)
     with pytest.raises(ConfigError, match=words):
-        read_checkpoint(tmp_path)
+        read_checkpoint(tmp_path, CONFIG)

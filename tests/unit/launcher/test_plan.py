@@ -14,7 +14,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.sizing.memory import version_bytes
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
-from areal_lora.families.shape import base_bytes
+from areal_lora.families.shape import saved_bytes
 from areal_lora.families.sites import adapter_size
 from areal_lora.launcher.dry_run import ports, rank_coordinates
 from areal_lora.launcher.plan import JobPlan, make_plan
@@ -153,7 +153,7 @@ def test_sizes_of_both_jobs() -> None:
     big, small = (plan_of(paths).shape for paths in (MOE, EMBEDDED))
     (of_big, of_small) = (config_of(paths) for paths in (MOE, EMBEDDED))
     assert of_big.rollout.resident_versions == of_small.rollout.resident_versions == 4
-    assert base_bytes(big, of_big.model.dtype) == pytest.approx(61.06e9, rel=1e-3)
+    assert saved_bytes(big, of_big.model.dtype) == pytest.approx(61.06e9, rel=1e-3)
     (adapter,) = of_big.adapters
     size = adapter_size(big, adapter.spec(""))
     assert (size.names, size.tensors) == (37_248, 31_008)

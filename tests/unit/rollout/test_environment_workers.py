@@ -397,6 +397,19 @@ def test_an_environments_killed_worker_loses_no_episode_and_needs_no_package(tmp
     assert len(list(marks.iterdir())) == 1
 
 
+def test_a_class_of_a_package_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console script does not have this folder in sys.path."""
+    package = tmp_path / "package_of_workers_test"
+    package.mkdir()
+    (package / "letters.py").write_text(Path(gym_classes.__file__).read_text())
+    folders = [folder for folder in sys.path if folder not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", [*folders, str(Path.cwd())])  # that of the tests' own modules
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{package.name}.letters", f"{package.name}/letters.py"):
+        made = episode({"kind": "gym", "env": f"{name}:Letters"})
+        assert [t.reward for t in made.group.trajectories] == [3.0, 3.0]
+
+
 VERIFIERS = """
 import contextlib
 from types import SimpleNamespace

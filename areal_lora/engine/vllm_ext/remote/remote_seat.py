@@ -35,7 +35,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from areal_lora.engine.vllm_ext.remote.shards import PART_BYTES, ShardBases, ShardStore, frame
+from areal_lora.engine.vllm_ext.remote.shards import PART_BYTES, ArrivingShard, ShardBases, ShardStore, frame
 from areal_lora.engine.vllm_ext.server.guards import BearerAuth, refusals
 from areal_lora.errors import ManifestError, PublishError, RefusalReason
 from areal_lora.network.http_server import LEAVING_HEADER, BodyLimit, unless_disconnected
@@ -126,20 +126,29 @@ class StayGroups(dict[int, BroadcastGroup]):
 class ShardSpool:
     """The bytes of one packed shard, from the group to a remote server. ``ready`` of ``memory`` have arrived.
 
-    Its numbers have ``item_bytes``. ``name`` is that of the shard in the store, once it is there.
+    Spools of other servers share ``shard``. Its numbers have ``item_bytes``. ``name`` is that of the shard in the
+    store, once it is there.
     """
 
-    def __init__(self, nbytes: int, ref: AdapterRef, source: int, item_bytes: int) -> None:
-        self.memory, self.ref, self.source = np.zeros(nbytes, dtype=np.uint8), ref, source
+    def __init__(self, shard: ArrivingShard, ref: AdapterRef, source: int, item_bytes: int) -> None:
+        self._shard, self.ref, self.source = shard, ref, source
         self._item_bytes = item_bytes
         self.ready, self.name, self._failure = 0, "", ""
         self._loop, self._more = asyncio.get_running_loop(), asyncio.Event()
 
+    @property
+    def memory(self) -> np.ndarray:
+        return self._shard.memory
+
     def fill(self, inbox: RingInbox | WindowInbox, parts: Sequence[Part]) -> None:
-        """Receive all parts. Blocks. Raises PublishError, also in ``chunks``."""
+        """Receive all parts. Blocks. Raises PublishError, also in ``frames``."""
         try:
             for start, end in parts:
-                self.memory[start:end] = np.asarray(inbox.take())
+                part = np.asarray(inbox.take())
+                if not self._shard.place(start, part):  # a trainer that was restarted sends the version again
+                    before, self._shard = self.memory[:start], ArrivingShard(len(self.memory))
+                    self._shard.place(0, before)
+                    self._shard.place(start, part)
                 if end == len(self.memory):
                     inbox.finish()
                 self._loop.call_soon_threadsafe(self._note, end)
@@ -184,7 +193,7 @@ class ShardSpool:
 
 
 class RemoteSeat:
-    """Server ``index`` of the run, in another place. ``spools`` are by transfer, the newest only, and source rank."""
+    """Server ``index`` of the run, in another place. ``spools`` are by transfer in progress and source rank."""
 
     def __init__(
         self, index: int, *, bind: str, secret: str, layouts: int, bases: ShardBases, store: ShardStore | None = None
@@ -322,22 +331,24 @@ class RemoteSeat:
             del self._known[next(iter(self._known))]
         self._known[digest] = layout
         deadline, fills, spools = came + announced.timeout_s, [], dict[int, ShardSpool]()
-        self.spools = {}
         for shard, table in zip(layout.shards, layout.tables, strict=True):
             group = self._groups[shard.source]
             parts = [*((b.start, b.end) for b in table.buckets(group.bucket_bytes)), trailer_part(shard)]
-            spool = spools[shard.source] = ShardSpool(
-                parts[-1][1], announced.manifest.ref, shard.source, ITEM_BYTES[layout.dtype]
-            )
+            ref = announced.manifest.ref
+            memory = self._bases.arriving(ref, shard.source, parts[-1][1])
+            spool = spools[shard.source] = ShardSpool(memory, ref, shard.source, ITEM_BYTES[layout.dtype])
             filled = self._groups.in_thread(spool.fill, group.receive(parts, deadline), parts)
             bases = self._bases if layout.payload is Payload.UNMERGED else None  # merged weights take all memory once
             fills.append(_received(filled, spool, self._store, bases, announced.manifest.run, deadline))
 
         def numbered(number: int) -> None:
-            self.spools = {(number, source): spool for source, spool in spools.items()}
+            self.spools |= {(number, source): spool for source, spool in spools.items()}
 
         forwarded = self.forward(Plane.ADMIN, "POST", wire.PUBLISH_PATH, body, numbered)
-        answer = await self._groups.settled(forwarded, fills)
+        try:
+            answer = await self._groups.settled(forwarded, fills)
+        finally:
+            self.spools = {key: spool for key, spool in self.spools.items() if spools.get(spool.source) is not spool}
         return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
 
 

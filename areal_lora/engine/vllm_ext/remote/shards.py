@@ -10,10 +10,12 @@ Neither way is trusted: workers compare fingerprints of what results.
 import asyncio
 import contextlib
 import struct
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 import numpy as np
@@ -66,12 +68,33 @@ def seal_of(shard: np.ndarray) -> str:
     return shard[-SEAL_BYTES:].tobytes().hex()
 
 
+class ArrivingShard:
+    """``memory`` (uint8 [nbytes]) of a packed shard that several groups deliver: each byte is written once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self._written, self._lock = np.zeros(nbytes, dtype=np.uint8), 0, threading.Lock()
+
+    def place(self, start: int, part: np.ndarray) -> bool:
+        """Store ``part`` (uint8 [n]), after all that lies before it; False if it differs from what is there."""
+        with self._lock:
+            known = min(max(0, self._written - start), len(part))
+            self.memory[start + known : start + len(part)] = part[known:]
+            self._written += len(part) - known
+        blocks = (slice(at, min(at + PART_BYTES, known)) for at in range(0, known, PART_BYTES))
+        return all(np.array_equal(self.memory[start:][block], part[block]) for block in blocks)
+
+
 class ShardBases:
-    """The last ``versions`` shards of each source, of the last ``adapters`` adapters."""
+    """The last ``versions`` shards of each source, of the last ``adapters`` adapters, and those that arrive."""
 
     def __init__(self, adapters: int, versions: int = 1) -> None:
         self._adapters, self._versions = adapters, versions
         self._kept = dict[str, defaultdict[int, dict[str, np.ndarray]]]()
+        self._arriving = WeakValueDictionary[tuple[AdapterRef, int, int], ArrivingShard]()
+
+    def arriving(self, ref: AdapterRef, source: int, nbytes: int) -> ArrivingShard:
+        """That of all servers which receive it at this time."""
+        return self._arriving.setdefault((ref, source, nbytes), ArrivingShard(nbytes))
 
     def keep(self, adapter: str, source: int, shard: np.ndarray) -> None:
         """``shard`` (uint8 [nbytes]) is complete and does not change any more."""

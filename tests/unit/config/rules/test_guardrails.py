@@ -39,7 +39,8 @@ LAYERS = derive(
         f"model.layers.{layer}.{path}.weight": shape
         for layer in range(4)
         for path, shape in {"self_attn.qkv_proj": (64, 64), "mlp.down_proj": (64, 64)}.items()
-    }
+    },
+    4,
 )
 PATHS = {
     "moe": MOE,
@@ -148,6 +149,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
     ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["no engine trains it", "'gpt2' has no row", "over packed sequences", "qwen3_moe"]),
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
+    ("embedded", [], {"hf_config": {**FACTS["embedded"].hf_config, "num_experts_per_tok": [2] * 4}}, "model.path", ["lacks sizes"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "hunyuan_v1_moe", "intermediate_size": [64] * 4}, "checkpoint": LAYERS}, "model.path", ["no engine trains it", "'hunyuan_v1_moe' has no row"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "quantization_config": {"quant_method": "fp8"}}}, "model.path", ["quantised (fp8)", "16-bit checkpoint"]),
     ("fsdp", [], {"hf_config": {**FACTS["embedded"].hf_config, "compression_config": {"format": "dense"}}}, "model.path", ["quantised (of an unknown method)"]),
     ("dense", [], {"hf_config": {**known_config("meta-llama/Llama-3.1-8B"), "attention_bias": True}}, "model.path", ["attention_bias", "engine=fsdp"]),
