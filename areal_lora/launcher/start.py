@@ -279,6 +279,8 @@ class RunStart:
     def prepare(self) -> None:
         """Write the configuration and the given code; start the session of a run on this machine."""
         self.folder.path.resolve().mkdir(exist_ok=True)
+        if self.previous is None:
+            write_config(self.folder, self.config)  # first: no start takes a folder that has files and not this one
         if self._sweep is not None:
             record_sweep(self.folder, self._sweep)
         if self.config.cluster.kind == "local":

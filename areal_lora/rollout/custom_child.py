@@ -214,10 +214,12 @@ class CustomWorkflows(WorkerKind):
 
 def _checked(made: Callable[[WorkflowContext], Workflow], fields: ContextFields) -> "CheckedWorkflow":
     tokenizer: TextTokenizer = _Tokenizer(fields.model)
+    # That of evaluations and ReMax's baseline is 0, which is no temperature of training.
+    temperature = {"temperature": fields.sampling["temperature"]}
     context = WorkflowContext(
         client=CallingClient(pins=fields.evaluating),
         scorer=CallingScorer(),
-        sampling=SamplingConfig.model_validate(fields.sampling),
+        sampling=SamplingConfig.model_validate({**fields.sampling, "temperature": 1}).model_copy(update=temperature),
         formatter=Formatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
         max_model_len=fields.max_model_len,
         streams=fields.streams,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import more_steps, steps_of
-from areal_lora.launcher.start import PreviousRun, previous_run
+from areal_lora.launcher import start
+from areal_lora.launcher.start import PreviousRun, RunStart, previous_run
+from areal_lora.launcher.sweep import Sweep
 from areal_lora.obs.report.summary import write_summary
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.three_adapters import make_three, three_config
 
 
@@ -59,3 +64,40 @@ def test_more_steps_are_asked_for_where_each_adapter_has_them() -> None:
     assert more_steps(config, made) == ["run.steps=16", "adapters.gamma.steps=8"]
     own = ["adapters.alpha.steps=16", "adapters.beta.steps=6", "adapters.gamma.steps=8"]
     assert more_steps(with_steps(made), made) == own
+
+
+@pytest.mark.parametrize("step", ["record_sweep", "begin_session"])
+def test_a_start_that_a_full_disk_has_ended_is_made_again_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    whole = getattr(start, step)
+    config, sweep = in_folder(tmp_path), cast(Sweep, None if step == "begin_session" else object())
+
+    def half(folder: RunFolder, *rest: object) -> None:
+        (folder.path / "half of it").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(start, step, half)
+    with RunStart(config, sweep=sweep) as first, pytest.raises(OSError, match="No space left"):
+        first.prepare()
+    monkeypatch.setattr(start, step, whole)
+    with RunStart(config) as again:
+        again.prepare()
+    assert (again.previous is not None, first.folder.secret.exists()) == (True, True)
+
+
+def test_a_full_disk_at_the_first_file_leaves_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(start, "write_config", full)
+    with RunStart(in_folder(tmp_path)) as first, pytest.raises(OSError, match="No space left"):
+        first.prepare()
+    assert list(first.folder.path.iterdir()) == []
+    with RunStart(in_folder(tmp_path)) as again:
+        assert again.previous is None
+
+
+def in_folder(root: Path) -> Config:
+    config = three_config()
+    return config.model_copy(update={"run": config.run.model_copy(update={"root": root})})

@@ -218,22 +218,24 @@ def test_requests_of_a_conversation_have_its_home(monkeypatch: pytest.MonkeyPatc
     assert mine.group is other.group is not None
 
 
-def test_an_evaluation_has_a_context_of_its_own_in_the_same_worker() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.5], ids=["greedy", "sampled"])
+def test_an_evaluation_has_a_context_of_its_own_in_the_same_worker(temperature: float) -> None:
+    """Greedy ones, such as ReMax's baseline, are below the least temperature of training."""
     config = chosen("Shown")
 
     async def main() -> list[str]:
         fake = FakeServer(models={str(V1), str(V2)})
         async with served(fake, Graded()) as context, EnvironmentWorkers(config, FIELDS) as workers:
             client: Any = context.client
-            warm = context.sampling.model_copy(update={"temperature": 0.5})
-            evaluating = replace(context, client=client.pinned(), sampling=warm)
+            other = context.sampling.model_copy(update={"temperature": temperature})
+            evaluating = replace(context, client=client.pinned(), sampling=other)
             episodes = [
                 await build_workflow(config, each, Sessions(), workers=workers).run(PROMPT, V1, seed=1)
                 for each in (context, evaluating, context)
             ]
         return [f"{t.adapter} {t.detail}" for t in (episode.group.trajectories[0] for episode in episodes)]
 
-    newest, pinned = "math@v2 False 1.0 64", "math@v1 True 0.5 64"
+    newest, pinned = "math@v2 False 1.0 64", f"math@v1 True {temperature} 64"
     assert asyncio.run(main()) == [newest, pinned, newest]
 
 
