@@ -185,6 +185,14 @@ class _Tokenizer:
         return self._load()(text)
 
 
+class _ChildFormatter(Formatter):
+    """Without ends of turns: the controller adds them to the requests."""
+
+    @property
+    def ends(self) -> list[int]:
+        return []
+
+
 class CustomWorkflows(WorkerKind):
     """Those that ``factory`` makes, one for each context; the first at once, for the training's ``context``."""
 
@@ -220,7 +228,7 @@ def _checked(made: Callable[[WorkflowContext], Workflow], fields: ContextFields)
         client=CallingClient(pins=fields.evaluating),
         scorer=CallingScorer(),
         sampling=SamplingConfig.model_validate({**fields.sampling, "temperature": 1}).model_copy(update=temperature),
-        formatter=Formatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
+        formatter=_ChildFormatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
         max_model_len=fields.max_model_len,
         streams=fields.streams,
     )
