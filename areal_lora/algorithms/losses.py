@@ -352,7 +352,8 @@ def policy_loss(
     }
     sampled = torch.where(imitated, zeros, weights)
     if ref_logprobs is not None:
-        kl = terms.kl(current, torch.where(on, ref_logprobs, zeros))  # 0 where both are
+        # Without a part in the loss it is taken off reward or advantage: that of the policy that sampled.
+        kl = terms.kl(current if terms.kl_coef else rollout, torch.where(on, ref_logprobs, zeros))  # 0 where both are
         if terms.kl_coef:
             loss = loss + terms.kl_coef * (sampled * kl).sum()
         stats["kl"] = torch.where(imitated, zeros, kl.detach()).sum()

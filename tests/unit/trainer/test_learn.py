@@ -239,6 +239,28 @@ def test_given_answers_do_not_dilute_what_is_said_of_sampled_ones() -> None:
     assert report.sums["sampled_tokens"] < report.sums["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "kl"),
+    [
+        ({"kind": "reinforce_pp", "kl_coef": 0.1}, 0.3),
+        ({"kind": "ppo", "kl_coef": 0.1}, 0.3),
+        ({"kind": "distill"}, 0.3),
+        ({"kl_coef": 0.1, "kl_estimator": "k2"}, 0.8**2 / 2),
+    ],
+)
+def test_the_divergence_is_that_of_the_policy_that_is_charged_for_it(keys: dict[str, Any], kl: float) -> None:
+    """Stale tokens were sampled with 0.5 nats less than now, and 0.3 more than by the reference.
+
+    Over samples of an older policy k1 of the present one is no divergence: it may be negative in the mean.
+    """
+    batch = make_batch()
+    stale = replace(batch, versions=torch.where(batch.loss_mask, 3, -1))
+    engine = RecordedEngine((batch.rollout_logprobs + 0.5) * batch.loss_mask)
+    engine.base = (engine.answer - 0.8) * batch.loss_mask
+    report = _learn(engine, make_adapter(**keys), stale)
+    assert report.per_sampled_token("kl") == pytest.approx(kl, rel=1e-5)
+
+
 def test_one_minibatch_that_is_skipped_is_not_a_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     state = TrainingState(adapter=_with(make_adapter(), minibatches=2), version=4)
     engine = RecordedEngine(make_batch().rollout_logprobs)
