@@ -264,6 +264,7 @@ class Conversation:
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stop": self.adapter.sampling.stop,
+            "stop_token_ids": self.formatter.ends,
         }
         text: str = _post(f"{self.server.url}/completions", body)["choices"][0]["text"]
         return self.formatter.how.prefill + text

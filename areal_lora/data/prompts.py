@@ -13,6 +13,7 @@ The permutation is a balanced Feistel network over the smallest even-bit domain 
 until they fall inside. The domain is less than 4 n, so that takes fewer than four rounds of encryption on average.
 """
 
+import contextlib
 import glob
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,16 +92,28 @@ _QUESTION, _ANSWER, _REPLY = "areal question", "areal answer", "areal reply"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formatter:
-    """The format of one adapter's prompts. Raises ConfigError for chat without a chat template."""
+    """The format of one adapter's prompts. Raises ConfigError for chat without a chat template.
+
+    ``ends`` has the special token that ends the assistant's turn, if any: the tokenizer of a model without instruction
+    tuning often names another end of sequence, which alone servers stop at.
+    """
 
     tokenizer: TextTokenizer
     how: PromptFormat = field(default_factory=PromptFormat)
+    ends: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        if self.how.is_chat and not self.tokenizer.chat_template:
-            raise ConfigError(
-                "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
-            )
+        if not self.tokenizer.chat_template:
+            if self.how.is_chat:
+                raise ConfigError(
+                    "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
+                )
+            return
+        with contextlib.suppress(ConfigError):  # a template may refuse the example and take the rows
+            after = self.tokenizer.encode(self.after_answer([], last=False), add_special_tokens=False)[:1]
+            shown, said = (self.tokenizer.decode(after, skip_special_tokens=skip).strip() for skip in (False, True))
+            if shown and not said:  # no blank
+                self.ends.extend(after)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """The prompt's tokens [P]."""

@@ -104,6 +104,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     routes_from: int = 0
     seed: int | None = None
     stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
     top_k: int = 0
     min_p: float = 0.0
     min_tokens: int = 0
@@ -276,7 +277,6 @@ class CompletionClient:
         Log-probabilities at ``temperature`` and versions are those of the version that the server uses.
         """
         token_ids = [*prompt_ids, *answer_ids]
-        # A server samples at least one token.
         request = CompletionRequest(
             prompt=token_ids, max_tokens=1, temperature=temperature, top_p=1.0, logprobs=0, echo=True
         )

@@ -212,13 +212,20 @@ class CustomWorkflows(WorkerKind):
         return {"episode": packed(episode)}
 
 
+class _Formatter(Formatter):
+    """Loads no tokenizer before it writes: the controller adds the ends of answers to requests."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def _checked(made: Callable[[WorkflowContext], Workflow], fields: ContextFields) -> "CheckedWorkflow":
     tokenizer: TextTokenizer = _Tokenizer(fields.model)
     context = WorkflowContext(
         client=CallingClient(pins=fields.evaluating),
         scorer=CallingScorer(),
         sampling=SamplingConfig.model_validate(fields.sampling),
-        formatter=Formatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
+        formatter=_Formatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
         max_model_len=fields.max_model_len,
         streams=fields.streams,
     )

@@ -232,6 +232,7 @@ class WorkflowContext:
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             stop=[*self.sampling.stop, *(stop or ())] or None,
+            stop_token_ids=self.formatter.ends or None,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
             return_kept=self.sampling.truncates and not self.evaluating,

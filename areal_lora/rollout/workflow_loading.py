@@ -141,7 +141,9 @@ class ContextCalls:
         client = self._client(call.conversation)
         ref, limit = client.newest(call.ref), call.timeout_s
         if isinstance(call, child.SampleCall):
-            return await client.sample(ref, call.request, timeout_s=limit)
+            ends = [*(call.request.stop_token_ids or ()), *self.context.formatter.ends]
+            request = msgspec.structs.replace(call.request, stop_token_ids=ends or None)
+            return await client.sample(ref, request, timeout_s=limit)
         if isinstance(call, child.ToolCallsCall):
             return await client.tool_calls(ref, call.request, timeout_s=limit)
         ids, temperature = (call.prompt_ids, call.answer_ids), call.temperature

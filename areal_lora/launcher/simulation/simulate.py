@@ -99,6 +99,9 @@ def simulate(config: Config, costs: CostModel, scenario: Scenario) -> SimulatedR
 class _Numbers(Formatter):
     """The prompt of a position is one token: the position."""
 
+    def __post_init__(self) -> None:
+        pass  # there is no tokenizer
+
     def prompt(self, sample: Sample, uid: str, position: int) -> Prompt:
         return Prompt(uid=uid, position=position, sample=sample, text=sample.prompt, token_ids=[position])
 

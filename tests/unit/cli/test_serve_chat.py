@@ -103,6 +103,7 @@ def test_held_out_problems_are_those_of_the_first_set_with_their_answers(
     folder.config.write_text(json.dumps(made))
     assert main(["chat", str(folder), "--against", "best", "--held-out", "2", "--save"]) == ExitCode.DONE
     assert [(body["model"], body["max_tokens"]) for body in server.requests] == [(name, 5) for name in BOTH] * 2
+    assert all(body["stop_token_ids"] == [1] for body in server.requests), "the end of a turn in the model's template"
     second, first = read_answers(folder)
     assert first.prompt != second.prompt
     assert all(saved.gold and set(saved.answers) == set(BOTH) for saved in (first, second))

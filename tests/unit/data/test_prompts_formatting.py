@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,42 @@ def test_a_given_answer_ends_as_the_model_has_to_end_it(chatty: Any) -> None:
     assert [*prefilled.token_ids(asked()), *prefilled.answer("It is 2.")] == written
     plain = Formatter(tokenizer=chatty, how=PromptFormat())
     assert plain.answer(" 2") == [*chatty.encode(" 2", add_special_tokens=False), chatty.eos_token_id]
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}END{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "want"),
+    [
+        ("<|im_end|>\n", "<|im_end|>"),
+        ("<eos>", "<eos>"),
+        (" <|im_end|>", ""),
+        ("\n\nQ", ""),
+        ("", ""),
+        ("{{ raise_exception('no user') if m.role == 'user' }}<|im_end|>", ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "template"])
+def test_a_special_token_after_an_answer_ends_it(chatty: Any, kind: Any, end: str, want: str) -> None:
+    """No blank and no text: these may be anywhere in an answer."""
+    chatty = copy.deepcopy(chatty)
+    chatty.chat_template = TURN.replace("END", end)
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind=kind))
+    assert formatter.ends == ([chatty.convert_tokens_to_ids(want)] if want else [])
+
+
+def test_a_piece_of_a_blank_ends_no_answer(chatty: Any) -> None:
+    """Llama 2's tokenizer has a token of the blank before its end of sequence, which alone is decoded to nothing."""
+
+    class Sentencepiece(type(chatty)):  # type: ignore[misc]
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            text: str = super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text.removeprefix(" ")
+
+    chatty = copy.deepcopy(chatty)
+    chatty.__class__, chatty.chat_template = Sentencepiece, TURN.replace("END", " <eos>")
+    assert not Formatter(tokenizer=chatty, how=PromptFormat(kind="chat")).ends
 
 
 @pytest.mark.parametrize("ended", [True, False])

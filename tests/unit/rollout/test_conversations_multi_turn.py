@@ -187,7 +187,7 @@ def test_how_an_episode_ends(
 def test_the_server_is_told_what_ends_an_answer() -> None:
     fake = FakeServer(models={str(V1)}, answer=answer)
     run(lambda: Scripted([Reply(done=True)]), server=fake, stop=["</tool>", "!"])
-    assert [body["stop"] for body in fake.requests] == [["</tool>", "!"]] * 2
+    assert [(body["stop"], body["stop_token_ids"]) for body in fake.requests] == [(["</tool>", "!"], [EOS])] * 2
 
 
 def test_an_answer_gets_no_more_tokens_than_fit() -> None:

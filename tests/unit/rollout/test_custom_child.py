@@ -31,7 +31,7 @@ from tests.support.forks.starter import session
 from tests.support.rollout import custom_workflows
 from tests.support.rollout.custom_workflows import Changed
 from tests.support.rollout.fake_server import FakeServer, Fault
-from tests.support.rollout.texts import FIELDS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
+from tests.support.rollout.texts import EOS, FIELDS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
 
 PROMPT = prompt_of("1+1=")
 PYTHON = sys.executable
@@ -112,7 +112,9 @@ def test_a_worker_returns_the_episode_that_the_controller_would_make(monkeypatch
         async with served(FakeServer(models={str(V1)}), Graded()) as context:
             return await SingleTurnWorkflow(context=context).run(PROMPT, V1, seed=1)
 
-    assert in_worker("Changed") == asyncio.run(here())
+    fake = FakeServer(models={str(V1)})
+    assert in_worker("Changed", fake) == asyncio.run(here())
+    assert [body["stop_token_ids"] for body in fake.requests] == [[EOS]], "the worker has not read the template"
 
 
 def test_what_a_workflow_raises_is_a_fault_of_its_group_and_an_untrainable_episode_ends_the_run() -> None:

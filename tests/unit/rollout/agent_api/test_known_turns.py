@@ -45,7 +45,9 @@ def test_a_request_is_written_once_and_only_new_messages_are_tokenized(tools: li
         return 1.0
 
     tokenizer = Counting()
-    made = episode(agent, saying(["hey"] * TURNS), formatter=Formatter(tokenizer=tokenizer))
+    formatter = Formatter(tokenizer=tokenizer)  # reads the end of a turn once
+    tokenizer.rendered = tokenizer.encoded = 0
+    made = episode(agent, saying(["hey"] * TURNS), formatter=formatter)
     (trajectory,) = made.group.trajectories
     assert tokenizer.rendered == TURNS + len(tools), "once more for the first request with tools"
     assert tokenizer.encoded == trajectory.loss_mask.count(0)
