@@ -1,9 +1,10 @@
 """Call a reward function with the arguments that it names.
 
-A function takes any of ``completion``, ``answer`` (or ``gold``), ``prompt``, ``messages``, ``columns``, ``n_tokens``
-and ``finish_reason``, and columns of the data set by name; ``**kwargs`` gets everything. A function that names neither
-``completion`` nor ``completions`` gets the completion and the answer in its first two parameters. If the first is the
-problem, the gold answer or a column, nothing states what the second is; after `_OF_COMPLETION` it is the answer.
+A function takes any of ``completion``, ``answer``, ``prompt``, ``messages``, ``columns``, ``n_tokens`` and
+``finish_reason``, columns of the data set by name, and `_OTHER_NAMES`, which verl's rewards have; ``**kwargs`` gets all
+of these. A function that names no completion gets the completion and the answer in its first two parameters. If the
+first is the problem, the gold answer or a column, nothing states what the second is; after `_OF_COMPLETION` it is the
+answer.
 
 A coroutine function scores the answers of a batch concurrently. A function with a parameter ``completions`` scores a
 batch at once: every argument is a list with one entry per answer, as TRL calls its rewards, and it returns a list.
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _BATCHED = {"completions": "completion", "answers": "answer", "prompts": "prompt", "finish_reasons": "finish_reason"}
 _BATCHED |= {name: name for name in ("answer", "messages", "columns", "n_tokens")}
+_OTHER_NAMES = {"gold": "answer", "ground_truth": "answer", "solution_str": "completion"}
 _OF_COMPLETION = ("messages", "n_tokens", "finish_reason")  # such a parameter may stand for the completion
 _FIX = "name a function reward(completion, answer) that returns a number"
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -167,9 +169,10 @@ class RewardCall:
 
     def _call(self, fields: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
         assert self.parameters is not None
-        known = {"gold": fields.get("answer"), **columns, **fields}
+        known = {**{name: fields[own] for name, own in _OTHER_NAMES.items() if own in fields}, **columns, **fields}
         first, *_ = self.parameters
-        explicit = any(p.name in ("completion", "completions") for p in self.parameters)
+        completions = {"completion", "completions"} | ({"solution_str"} - columns.keys())
+        explicit = any(p.name in completions for p in self.parameters)
         by_name = explicit or (first.kind in _KEYWORD and first.name in known and first.name not in _OF_COMPLETION)
         first_two = [] if by_name else [fields["completion"], fields["answer"]]
         positional: list[Any] = []

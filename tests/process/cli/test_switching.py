@@ -95,10 +95,10 @@ def test_data_and_rewards_of_verl(folder: Path) -> None:
     assert (sample.messages, sample.answer) == (({"role": "user", "content": "What is 7 plus 1?"},), "8")
 
     given = [ScoreItem(completion=f"#### {n}", answer=sample.answer, columns=dict(sample.columns)) for n in (8, 9)]
-    path = folder / "verl_reward.py"
 
     async def scored() -> list[Score]:
-        async with ScorerPool(reward.model_copy(update={"path": f"{path}:reward"})) as pool:
+        path = f"{folder / 'compute_score.py'}:compute_score"
+        async with ScorerPool(reward.model_copy(update={"path": path})) as pool:
             scores = await pool.score(given)
         assert [score.detail for score in scores] == ["", ""], scores
         return scores

@@ -1,4 +1,4 @@
-"""Rewards of TRL take texts, or the messages of a chat, by their annotation."""
+"""Rewards of TRL take texts, or the messages of a chat, by their annotation; those of verl have their own names."""
 
 from __future__ import annotations
 
@@ -47,3 +47,34 @@ def test_completions_are_messages_where_they_are_annotated_so(annotation: object
     if annotation is not None:
         reward.__annotations__["completions"] = annotation
     assert RewardCall.of(reward, "r").many(ITEMS) == [(each, "4") for each in given]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """As in `verl.utils.reward_score`."""
+    return data_source, solution_str, ground_truth, extra_info
+
+
+ROW = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 3}}
+
+
+@pytest.mark.parametrize("missing", ["", "extra_info"])
+def test_a_reward_of_verl_works_unchanged(missing: str) -> None:
+    row = {name: value for name, value in ROW.items() if name != missing}
+    item = ScoreItem(completion="#### 4", answer="4", columns=row)
+    assert RewardCall.of(compute_score, "r").one(item) == ("gsm8k", "#### 4", "4", row.get("extra_info"))
+
+
+def test_a_row_without_a_field_of_verl_is_no_completion() -> None:
+    with pytest.raises(TypeError, match="the reward requires 'data_source', the data set's columns are: none"):
+        RewardCall.of(compute_score, "r").one(ScoreItem(completion="#### 4", answer="4"))
+
+
+def test_a_column_comes_before_another_name_of_the_answer() -> None:
+    item = ScoreItem(completion="a", answer="gold", columns={"ground_truth": "of the row", "solution_str": "worked"})
+    assert RewardCall.of(lambda text, solution_str, ground_truth: (text, solution_str, ground_truth), "r").one(
+        item
+    ) == ("a", "worked", "of the row")
+    plain = ScoreItem(completion="a", answer="gold")
+    assert RewardCall.of(lambda text, ground_truth: (text, ground_truth), "r").one(plain) == ("a", "gold")
+    batch = RewardCall.of(lambda completions, ground_truth: list(zip(completions, ground_truth, strict=True)), "r")
+    assert batch.many([plain]) == [("a", "gold")]

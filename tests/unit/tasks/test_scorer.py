@@ -626,8 +626,8 @@ def by_place(text, columns):
 def of_prompt(prompt, response, answer):
     return float(answer in response)
 
-def of_column(level, solution_str, ground_truth=None):
-    return float(ground_truth is None)
+def of_column(level, response, truth=None):
+    return float(truth is None)
 
 def of_messages(messages, target):
     return 10 * float(messages[-1]["content"] == "8") + float(target)
