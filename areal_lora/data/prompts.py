@@ -132,10 +132,11 @@ class Formatter:
     def reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:
         """Tokens of an environment's reply [R], which continue a sequence that ends with ``answer_ids`` [A].
 
-        Plain text goes in as it is. In a chat it is a message of ``role``: the end of the assistant's turn, if the
-        model has not sampled it, the message, and the beginning of the next turn.
+        Plain text goes in as it is, as does what continues the assistant's own turn. Else it is in a chat a message of
+        ``role``: the end of the assistant's turn, if the model has not sampled it, the message, and the beginning of
+        the next turn.
         """
-        if not self.how.is_chat:
+        if not self.how.is_chat or role == "assistant":
             return self.tokenizer.encode(text, add_special_tokens=False)
         after = self.after_answer([{"role": role, "content": _REPLY}], last=True).replace(_REPLY, text)
         after += self.how.prefill

@@ -117,7 +117,8 @@ def read_conversations(folder: RunFolder) -> Iterator[ConversationRecord]:
 class Reply:
     """The environment's reply to an answer. A plain ``text`` goes into the sequence as it is, with its own separators.
 
-    With ``task.format.kind: chat`` it is a message of ``role``, and the chat template writes what is around it.
+    With ``task.format.kind: chat`` it is a message of ``role``, and the chat template writes what is around it; of the
+    role ``assistant`` it continues the model's own turn as it is, such as a tool's result behind a text of `stop`.
 
     ``reward`` is what this turn earned; an episode's reward is the sum of its turns'. An episode in which no turn
     has a reward gets the configured reward of the model's last answer.
@@ -235,7 +236,8 @@ class PlayedEpisode:
         self.packed.sampled(self.last)
         if reply.text or self.turns:  # a first text is optional
             self.turns.append({"role": reply.role, "content": reply.text})
-        self.turns.append({"role": "assistant", "content": context.formatter.how.prefill + self.last.text})
+        start = "" if reply.role == "assistant" else context.formatter.how.prefill
+        self.turns.append({"role": "assistant", "content": start + self.last.text})
         self.n_turns += 1
         return self.last.text
 

@@ -122,6 +122,13 @@ def test_a_reply_continues_the_conversation_as_the_chat_template_writes_it(chatt
     assert chatty.decode(ids) == chatty.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
+def test_a_reply_within_the_turn_of_the_assistant_has_no_marks(chatty: Any) -> None:
+    formatter = Formatter(tokenizer=chatty, how=PromptFormat(kind="chat", prefill="So:"))
+    answer = chatty.encode("1+1", add_special_tokens=False)
+    ids = formatter.token_ids(asked()) + answer + formatter.reply("\n=2\n", "assistant", answer)
+    assert chatty.decode(ids) == formatter.prompt(asked(), "", 0).text + "1+1\n=2\n"
+
+
 def test_plain_prompts_and_replies_go_in_as_they_are(chatty: Any) -> None:
     formatter = Formatter(tokenizer=chatty, how=PromptFormat())
     plain = Sample(uid="s", prompt="1+1=", answer="2")

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.packed_groups import check_alignment
+from areal_lora.data.prompts import Formatter
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.workflow import Episode
@@ -188,6 +190,27 @@ def test_the_server_is_told_what_ends_an_answer() -> None:
     fake = FakeServer(models={str(V1)}, answer=answer)
     run(lambda: Scripted([Reply(done=True)]), server=fake, stop=["</tool>", "!"])
     assert [(body["stop"], body["stop_token_ids"]) for body in fake.requests] == [(["</tool>", "!"], [EOS])] * 2
+
+
+def test_a_reply_continues_the_turn_of_the_assistant() -> None:
+    """A tool's result between two parts of one answer: no marks, and the prefill once."""
+
+    async def main() -> tuple[Episode, Graded]:
+        scorer, answers = Graded(), iter(("<s>q", "4"))
+        fake = FakeServer(models={str(V1)}, answer=lambda *_: ([*map(ord, text := next(answers))], text))
+        how = PromptFormat(kind="chat", prefill="So ")
+        async with served(fake, scorer, SAMPLING.model_copy(update={"n_samples": 1})) as context:
+            chat = replace(context, formatter=Formatter(tokenizer=context.tokenizer, how=how))
+            made = Scripted([Reply(text="=2;", role="assistant"), Reply(done=True)])
+            workflow = MultiTurnWorkflow(context=chat, played=played_here(lambda: made), max_turns=8)
+            return await workflow.run(PROMPT, V1, seed=7), scorer
+
+    episode, scorer = asyncio.run(main())
+    (made,) = episode.group.trajectories
+    assert "".join(map(chr, made.token_ids)) == "1+1=<s>q=2;4"
+    assert made.loss_mask == [0] * 4 + [1] * 4 + [0] * 3 + [1]
+    parts = ("So <s>q", "=2;", "4")
+    assert scorer.asked[0].messages[1:] == [{"role": "assistant", "content": each} for each in parts]
 
 
 def test_an_answer_gets_no_more_tokens_than_fit() -> None:
