@@ -141,8 +141,8 @@ class ContextCalls:
         client = self._client(call.conversation)
         ref, limit = client.newest(call.ref), call.timeout_s
         if isinstance(call, child.SampleCall):
-            ends = self.context.formatter.ends or None
-            request = msgspec.structs.replace(call.request, stop_token_ids=ends)
+            ends = [*(call.request.stop_token_ids or ()), *self.context.formatter.ends]
+            request = msgspec.structs.replace(call.request, stop_token_ids=ends or None)
             return await client.sample(ref, request, timeout_s=limit)
         if isinstance(call, child.ToolCallsCall):
             return await client.tool_calls(ref, call.request, timeout_s=limit)

@@ -112,14 +112,9 @@ def test_a_worker_returns_the_episode_that_the_controller_would_make(monkeypatch
         async with served(FakeServer(models={str(V1)}), Graded()) as context:
             return await SingleTurnWorkflow(context=context).run(PROMPT, V1, seed=1)
 
-    assert in_worker("Changed") == asyncio.run(here())
-
-
-def test_its_answers_end_at_the_end_of_the_templates_turn() -> None:
-    """Which the worker has not looked for: its tokenizer is not there."""
-    server = FakeServer(models={str(V1)})
-    in_worker("Changed", server)
-    assert {tuple(request["stop_token_ids"]) for request in server.requests} == {(EOS,)}
+    fake = FakeServer(models={str(V1)})
+    assert in_worker("Changed", fake) == asyncio.run(here())
+    assert [body["stop_token_ids"] for body in fake.requests] == [[EOS]], "the worker has not read the template"
 
 
 def test_what_a_workflow_raises_is_a_fault_of_its_group_and_an_untrainable_episode_ends_the_run() -> None:

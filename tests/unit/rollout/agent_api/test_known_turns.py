@@ -45,7 +45,8 @@ def test_a_request_is_written_once_and_only_new_messages_are_tokenized(tools: li
         return 1.0
 
     tokenizer = Counting()
-    formatter = Formatter(tokenizer=tokenizer)  # reads the end of a turn once
+    formatter = Formatter(tokenizer=tokenizer)
+    assert formatter.ends == [EOS]  # it is looked for once
     tokenizer.rendered = tokenizer.encoded = 0
     made = episode(agent, saying(["hey"] * TURNS), formatter=formatter)
     (trajectory,) = made.group.trajectories
