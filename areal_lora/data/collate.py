@@ -267,7 +267,7 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     for last, start in enumerate(np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()):
         least = np.minimum(least, start)
         totals = saved[opened] + least * (last - opened)
-        grows = totals > saved[last]  # else a group that begins at ``last`` saves as much from here on
+        grows = totals > saved[last]  # else a group from ``last`` on saves as much from here
         saved[last + 1] = saved[last]
         if grows.any():  # else it is alone; of groups that save as much the shortest
             saved[last + 1], first[last] = totals.max(), opened[::-1][totals[::-1].argmax()]
