@@ -262,18 +262,16 @@ def groups_of_starts(shared_starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     as possible together. Starts below `WORTHWHILE` tokens are none.
     """
     n = len(shared_starts)
-    saved, first, since = np.zeros(n + 1, np.int64), np.arange(n), 0  # since: all starts up to here are above 0
-    least = np.zeros(n, np.int64)  # of a group from each sequence up to here
+    saved, first = np.zeros(n + 1, np.int64), np.arange(n)
+    opened = least = np.arange(0)  # first sequences of groups that may still grow, and the least start of each
     for last, start in enumerate(np.where(shared_starts < WORTHWHILE, 0, shared_starts).tolist()):
+        least = np.minimum(least, start)
+        totals = saved[opened] + least * (last - opened)
+        grows = totals > saved[last]  # else a group from ``last`` on saves as much from here
         saved[last + 1] = saved[last]
-        if not start or not last:
-            since = last
-            continue
-        least[last - 1] = start
-        np.minimum(least[since:last], start, out=least[since:last])
-        totals = saved[since:last] + least[since:last] * np.arange(last - since, 0, -1)
-        if totals.max() > saved[last]:  # else it is alone; of groups that save as much the shortest
-            saved[last + 1], first[last] = totals.max(), last - 1 - totals[::-1].argmax()
+        if grows.any():  # else it is alone; of groups that save as much the shortest
+            saved[last + 1], first[last] = totals.max(), opened[::-1][totals[::-1].argmax()]
+        opened, least = np.append(opened[grows], last), np.append(least[grows], np.iinfo(np.int64).max)
     starts, end = np.zeros(n, np.int64), n
     while end:
         end = first[end - 1]

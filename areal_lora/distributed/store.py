@@ -125,9 +125,9 @@ class StoreServer:
         self._server.close()
         self._thread.join()
 
-    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+    def _take(self, client: bytes, number: bytes, *parts: bytes) -> None:
         try:
-            request = _decode_request(payload)
+            request = _decode_request(b"".join(parts))
         except msgspec.DecodeError as error:
             self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:

@@ -3,11 +3,11 @@
     Listener, in an event loop    <-- ROUTER, one client key --   Connection, one thread: requests with their replies
     RpcServer, in its own thread                                  Subscription, in an event loop: messages both ways
 
-A request is ``[number (8 bytes), payload]``, and its reply repeats the number. A long reply is several messages, of
-which all but the last have another, empty frame: one part is encrypted while that before it is decrypted, and neither
-needs new memory. Nothing reconnects below the caller: a connection whose other end is lost raises `ConnectionLost`, the
-caller makes another one, greets, and repeats what the other end may not have. Requests are therefore idempotent, and
-messages in order are numbered (`operations.link`).
+A request is a number of 8 bytes and its payload, in frames, and its reply repeats the number. A long reply is several
+messages, of which all but the last have another, empty frame: one part is encrypted while that before it is decrypted,
+and neither needs new memory. Nothing reconnects below the caller: a connection whose other end is lost raises
+`ConnectionLost`, the caller makes another one, greets, and repeats what the other end may not have. Requests are
+therefore idempotent, and messages in order are numbered (`operations.link`).
 """
 
 import asyncio
@@ -74,19 +74,26 @@ def connect_curve(socket: zmq.Socket[Any], secret: str, role: str, server_role: 
 LOOK_S = 0.25
 """How often a waiting client checks whether the other end has moved."""
 START_S = 60.0
-PART_BYTES = 1 << 18  # of a reply
+PART_BYTES = 1 << 18
+FRAME_BYTES = 2 * PART_BYTES
+"""Longest frame of a long message, with what CURVE adds: anyone can make a process hold one before the handshake."""
 NEVER_MS = 3_600_000
 """To a reconnect, which the caller precedes; with none (-1) zmq drops unread replies where a connection ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """CURVE identities of the two ends, and how long one message to each of them may be: of a long reply each part."""
+    """CURVE identities of the two ends, and how long one frame to each of them may be."""
 
     server: str
     client: str
     max_request_bytes: int
     max_reply_bytes: int
+
+
+def parted(payload: bytes) -> list[memoryview]:
+    """Frames of ``payload``, which zmq delivers all at once."""
+    return [memoryview(payload)[at : at + PART_BYTES] for at in range(0, len(payload) or 1, PART_BYTES)]
 
 
 class WatchedAuthenticator(Authenticator):
@@ -143,10 +150,10 @@ class Listener:
 
     async def reply(self, client: bytes, number: bytes, payload: bytes) -> None:
         """Answer request ``number`` of ``client``; lost if it is away."""
-        for at in range(0, len(payload) or 1, PART_BYTES):
-            more = [b""] if at + PART_BYTES < len(payload) else []
-            part = memoryview(payload)[at : at + PART_BYTES]
-            await self.socket.send_multipart([client, number, part, *more], copy=False)
+        *before, last = parted(payload)
+        for part in before:
+            await self.socket.send_multipart([client, number, part, b""], copy=False)
+        await self.socket.send_multipart([client, number, last], copy=False)
 
     def watch_refusals(self) -> zmq.asyncio.Socket:
         """Readable once a client with another key was refused."""
@@ -199,7 +206,7 @@ class RpcServer:
         finally:
             listener.close(self._linger_s)
 
-    def send(self, *frames: bytes) -> None:
+    def send(self, *frames: bytes | memoryview) -> None:
         """To the client that the first frame names; lost if it is away. From any thread."""
 
         def deliver() -> None:
@@ -279,7 +286,7 @@ class Connection(_Dealer):
         """
         number = next(self._numbers).to_bytes(8, "little")
         try:
-            self._socket.send_multipart([number, payload], zmq.NOBLOCK)
+            self._socket.send_multipart([number, *parted(payload)], zmq.NOBLOCK)
         except zmq.Again:  # it has ended already, and the monitor has the reason
             while self._monitor.poll(1000):
                 self._note(self._monitor.recv_multipart())
@@ -322,7 +329,7 @@ class Subscription(_Dealer):
         while True:
             readable = dict(await poller.poll(int(LOOK_S * 1000)))
             if self._socket in readable or (readable and await self._socket.poll(0)):
-                take(await self._socket.recv())
+                take(b"".join(await self._socket.recv_multipart()))
             elif self._monitor in readable:
                 self._note(await self._monitor.recv_multipart())
                 await self.send(greet())
@@ -332,4 +339,4 @@ class Subscription(_Dealer):
     async def send(self, payload: bytes) -> None:
         """Lost if the other end has closed the connection."""
         with suppress(zmq.Again):  # with no limit to its queue a socket blocks only where nothing is connected
-            await self._socket.send(payload, zmq.NOBLOCK)
+            await self._socket.send_multipart(parted(payload), zmq.NOBLOCK)

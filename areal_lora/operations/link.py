@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 import zmq.asyncio
 
-from areal_lora.network.rpc import LOOK_S, ConnectionLost, RpcServer, Subscription, Wire
+from areal_lora.network.rpc import FRAME_BYTES, LOOK_S, ConnectionLost, RpcServer, Subscription, Wire, parted
 from areal_lora.operations import protocol
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
@@ -21,10 +21,8 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, publish_endpoint, read_endpoint, read_secret
 
 ROLE = "operations"
-MAX_BYTES = 1 << 30
-"""Of one message; the service limits what a client sends far below."""
 WIRE = Wire(
-    server="operations trainer", client="operations service", max_request_bytes=MAX_BYTES, max_reply_bytes=MAX_BYTES
+    server="operations trainer", client="operations service", max_request_bytes=FRAME_BYTES, max_reply_bytes=FRAME_BYTES
 )
 
 log = get_logger(__name__)
@@ -52,16 +50,16 @@ class TrainerEnd:
     def send(self, messages: Iterable[protocol.ToService]) -> None:
         """To the service that sent `ServiceHello` last; lost if there is none."""
         for message in messages if self._service else ():
-            self._server.send(self._service, protocol.encode(message))
+            self._server.send(self._service, *parted(protocol.encode(message)))
 
     def close(self) -> None:
         """Messages that were sent before still leave."""
         self._server.close()
         self._thread.join(10)
 
-    def _took(self, sender: bytes, payload: bytes) -> None:
+    def _took(self, sender: bytes, *parts: bytes) -> None:
         try:
-            message = protocol.decode_to_trainer(payload)
+            message = protocol.decode_to_trainer(b"".join(parts))
         except msgspec.DecodeError as error:
             log.error("a message of the service is not understood: %s", error)
             return

@@ -301,7 +301,7 @@ _KEYS |= dict.fromkeys(("gres", "gpus", "gpus-per-node"), "cluster.devices_per_n
 _OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
 """Options of sbatch that the job script depends on."""
 _SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition"}
-_SHORT |= {"G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
+_SHORT |= {"G": "gpus", "o": "output", "n": "ntasks", "a": "array", "M": "clusters"}
 
 
 def most_devices(config: Config) -> int:
@@ -359,6 +359,11 @@ def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
                 yield Finding(path, f"{line!r} has a key of its own", f"use {_KEYS[option]}")
             elif option in _OURS:
                 yield Finding(path, f"the job script sets --{option} and depends on it", "remove it")
+            elif option == "clusters":
+                reason = f"{line!r} makes a job of another cluster, where its queries do not find it"
+                yield Finding(
+                    path, reason, "leave it out, and submit on a machine of that cluster, or with its SLURM_CONF"
+                )
     for role, lines in slurm.srun_extra.items():
         for line in lines:
             option, _, value = line.replace("=", " ").partition(" ")

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.network.rpc import PART_BYTES, Listener, Wire
+from areal_lora.network.rpc import FRAME_BYTES, Listener, Wire
 from areal_lora.obs.metrics.records import DroppedGroup, EvalRecord, GroupText
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.ledger import LedgerError
@@ -21,8 +21,8 @@ PROTOCOL = 16
 WIRE = Wire(
     server="controller",
     client="trainer",
-    max_request_bytes=1 << 30,  # a greeting with the ledger's snapshots: 8 bytes of each prompt that has a solved share
-    max_reply_bytes=2 * PART_BYTES,  # of a part: a batch, with routes 392 bytes a token, is as long as its step
+    max_request_bytes=FRAME_BYTES,  # a greeting with snapshots has 8 bytes of each prompt that has a solved share
+    max_reply_bytes=FRAME_BYTES,  # a batch, with routes 392 bytes a token, is as long as its step
 )
 
 log = get_logger(__name__)
@@ -300,9 +300,9 @@ class ControlSocket:
     async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
         """Receive until cancelled. ArealLoraError becomes an ErrorReply; LedgerError and others end the task group."""
         while True:
-            frames = await self._listener.socket.recv_multipart()
-            if len(frames) == 3:
-                tasks.create_task(self._answer(handler, *frames))
+            client, *frames = await self._listener.socket.recv_multipart()
+            if len(frames) > 1:
+                tasks.create_task(self._answer(handler, client, frames[0], b"".join(frames[1:])))
 
     async def _answer(self, handler: Handler, client: bytes, request_id: bytes, payload: bytes) -> None:
         reply: Reply

@@ -333,6 +333,23 @@ def test_groups_of_many_starts_take_a_number_of_steps_each() -> None:
     assert lines < 25 * len(starts)
 
 
+@pytest.mark.parametrize("answers", [16, 1])
+def test_groups_below_a_common_head_look_at_few_others(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 sequences, counted by the firsts of groups that each one is compared with."""
+    starts, sizes, minimum = np.array(([60] + [300] * (answers - 1)) * (4096 // answers)), list[int](), np.minimum
+
+    def counted(values: np.ndarray, *arguments: Any, **how: Any) -> np.ndarray:
+        sizes.append(values.size)
+        found: np.ndarray = minimum(values, *arguments, **how)
+        return found
+
+    monkeypatch.setattr(np, "minimum", counted)
+    numbers = groups_of_starts(starts)
+    assert len(sizes) >= len(starts) - 1
+    assert sum(sizes) < 32 * len(starts)
+    assert len(np.unique(numbers)) == (256 if answers > 1 else 1)
+
+
 def test_answers_of_each_prompt_are_a_group() -> None:
     """Prompts have a short head or a longer one in common, too; an unlike sequence is alone."""
     for head in (15, 40):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from areal_lora.network.rpc import HANDSHAKE_REFUSED, connect_curve, only_key_of, serve_curve
+from areal_lora.distributed import store
+from areal_lora.engine.vllm_ext.worker import channel as worker
+from areal_lora.network.rpc import HANDSHAKE_REFUSED, Listener, Wire, connect_curve, only_key_of, serve_curve
+from areal_lora.operations import link
+from areal_lora.rollout.channel import channel_messages
 
 SECRET, LIMIT = "5e" * 32, 1000
 
@@ -59,15 +66,41 @@ def test_a_message_beyond_the_limit_is_dropped_with_its_connection(server, conte
         server[0].recv()
 
 
-def test_without_a_handshake_nothing_long_is_taken_in(server) -> None:
-    host, port = server[1].removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=25) as raw:
+def taken_in(port: int, announced: int) -> bytes:
+    """What a socket says to a client without a key, until it drops it for the length of a command."""
+    with socket.create_connection(("127.0.0.1", port), timeout=25) as raw:
         raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
-        raw.sendall(b"\x06" + struct.pack(">Q", 1 << 30) + bytes(4096))  # a long command of a GiB
         greeting = b""
-        while part := raw.recv(4096):  # ends with the connection; the time-out, before that of a handshake, would raise
-            greeting += part
-    assert len(greeting) <= 64
+        with suppress(ConnectionError):  # as it is dropped; the time-out, before that of a handshake, would raise
+            raw.sendall(b"\x06" + struct.pack(">Q", announced) + bytes(4096))
+            while part := raw.recv(4096):
+                greeting += part
+    return greeting
+
+
+def test_without_a_handshake_nothing_long_is_taken_in(server) -> None:
+    assert len(taken_in(int(server[1].rpartition(":")[2]), 1 << 30)) <= 64
+
+
+@pytest.mark.parametrize("wire", [channel_messages.WIRE, link.WIRE, worker.WIRE, store.WIRE], ids=lambda w: w.server)
+def test_no_socket_of_a_run_takes_in_a_long_command_without_a_handshake(wire: Wire) -> None:
+    listener, started = list[Listener](), threading.Event()
+
+    async def serve() -> None:
+        listener.append(Listener("127.0.0.1", SECRET, wire))
+        started.set()
+        await asyncio.to_thread(ended.wait, 600)
+        listener[0].close()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(120)
+        assert len(taken_in(listener[0].port, (16 << 20) + 1)) <= 64
+    finally:
+        ended.set()
+        thread.join(120)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,21 @@ def test_operations_complete_in_order(run_folder: RunFolder) -> None:
     play(run_folder, script)
 
 
+def test_long_messages_arrive_whole_both_ways(run_folder: RunFolder) -> None:
+    """Several frames, of which the last one is short."""
+    tokens = np.arange(400_001, dtype="<i4")
+    long = Datum(tokens=tokens.tobytes(), weights=np.ones(400_000, "<f4").tobytes())
+
+    async def script(trainer: ScriptedTrainer, service: Service) -> None:
+        trainer.join("a.1")
+        await service.until(lambda: Expects(adapter="a.1", number=1) in service.heard)
+        await service.send("a.1", 1, Pass(data=(long,), loss=Loss.CROSS_ENTROPY), PASS)
+        await service.until(lambda: len(service.outcomes("a.1")) == 2)
+        assert service.outcomes("a.1") == {1: scores((long,), 0), 2: scores((DATUM,), 0)}
+
+    play(run_folder, script)
+
+
 def test_after_a_crash_the_operations_after_the_checkpoint_are_expected(run_folder: RunFolder) -> None:
     async def script(trainer: ScriptedTrainer, service: Service) -> None:
         trainer.join("a.1")

@@ -39,6 +39,8 @@ CONTRADICTIONS: list[tuple[list[str], str, str]] = [
     ([f"{SLURM}.extra=[--mem=8G]"], f"{SLURM}.extra", "use cluster.slurm.mem"),
     ([f"{SLURM}.extra=[-p gpu]"], f"{SLURM}.extra", "use cluster.slurm.partition"),
     ([f"{SLURM}.extra=[--no-requeue]"], f"{SLURM}.extra", "depends on it"),
+    ([f"{SLURM}.extra=[--clusters=other]"], f"{SLURM}.extra", "'--clusters=other' makes a job of another cluster"),
+    ([f"{SLURM}.extra=[-Mother]"], f"{SLURM}.extra", "SLURM_CONF"),
     ([f"{SLURM}.extra=['#SBATCH --wckey=a']"], f"{SLURM}.extra", "without #SBATCH"),
     ([f"{SLURM}.gres_type=h100", "cluster.device=cpu", "rollout.tp=1", "cluster.devices_per_node=6"], f"{SLURM}.gres_type", "contradict cluster.device = cpu"),
     ([f"{SLURM}.srun_extra.rollout=[--gpu-bind=closest]"], f"{SLURM}.srun_extra.rollout", "hides devices"),
