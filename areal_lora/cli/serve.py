@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,8 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import adapter_named
 from areal_lora.data.prompts import Formatter, Prompt, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed, RolloutError
-from areal_lora.launcher.supervise import handled
+from areal_lora.launcher.plan import SERVER, ProcessSpec
+from areal_lora.launcher.supervise import Supervisor, handled
 from areal_lora.network.http_server import listening
 from areal_lora.obs.report.version_answers import VersionAnswers, save_answers
 from areal_lora.processes.log import printable, setup_logging
@@ -162,12 +162,14 @@ class ServingEndpoint:
 
     url: str
     models: tuple[str, ...]
-    process: subprocess.Popen[bytes]
+    processes: Supervisor
     log: Path
 
     def wait(self) -> None:
         """Until the server ends, which is always a failure: raises ProcessFailed."""
-        raise _failed(f"ended with code {self.process.wait()}", self.log)
+        while not (ended := self.processes.poll()):
+            time.sleep(POLL_S)
+        raise _failed(f"ended with code {ended[0].code}", self.log)
 
 
 @contextlib.contextmanager
@@ -188,37 +190,23 @@ def served(
         port = probe.getsockname()[1]
     ctrl_c = handled(signal.SIGTERM, signal.default_int_handler)  # SIGTERM leaves no more behind than Ctrl-C
     with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, ctrl_c:
-        log = Path(temporary) / "server.log"
         for name, version in chosen.items():
             version.export(Path(temporary) / name)
         command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
         command += ["--run-folder", str(folder), "--port", str(port)]
         command += ["--lora", *(f"{name}={Path(temporary) / name}" for name in chosen)]
-        with log.open("wb") as out:
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
-            except FileNotFoundError:
-                reason = f"{command[0]} does not exist"
-                raise ConfigError("rollout.python", reason, "run the command where it does") from None
-        try:
-            url = f"http://127.0.0.1:{port}/v1"
-            _wait(process, f"{url}/models", log)
-            yield ServingEndpoint(url=url, models=models, process=process, log=log)
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # its engine ends with it
-                process.wait()
+        spec = ProcessSpec(SERVER, 0, tuple(command), {})
+        url, log = f"http://127.0.0.1:{port}/v1", Path(temporary) / f"{spec.name}.log"
+        with Supervisor(log.parent, STOP_S) as processes:
+            processes.start([spec])
+            _wait(processes, f"{url}/models", log)
+            yield ServingEndpoint(url=url, models=models, processes=processes, log=log)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait(processes: Supervisor, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while True:
-        code = process.poll()
+        code = next((ended.code for ended in processes.poll()), None)
         if code is not None or time.monotonic() > deadline:
             if code == ExitCode.MISSING:
                 raise EnvironmentError_(log.read_text(errors="replace").strip().removeprefix("error: "))

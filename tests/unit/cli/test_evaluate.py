@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from areal_lora.cli.app import main
 from areal_lora.cli.serve import ServingEndpoint
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
+from areal_lora.launcher.supervise import Supervisor
 from tests.support.paths import TINY_MODEL
 from tests.support.rollout.fake_server import FakeServer, Fault
 from tests.support.rollout.helpers import config
@@ -38,11 +38,11 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         folder: object, made: Config, adapter: AdapterConfig, versions: Sequence[str], port: int
     ) -> Iterator[ServingEndpoint]:
         assert adapter.name == "math"
-        process = subprocess.Popen(["true"])
-        process.wait()
         [version] = versions
         model = "base" if version == "base" else "math@v3"
-        yield ServingEndpoint(url=f"{server.url}/v1", models=(model,), process=process, log=tmp_path / "log")
+        yield ServingEndpoint(
+            url=f"{server.url}/v1", models=(model,), processes=Supervisor(tmp_path, 0.0), log=tmp_path / "log"
+        )
 
     monkeypatch.setattr("areal_lora.cli.evaluate.served", fake)
     made = config(str(TINY_MODEL)).model_dump(mode="json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from areal_lora.cli.app import main
 from areal_lora.cli.serve import ServingEndpoint
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ExitCode
+from areal_lora.launcher.supervise import Supervisor
 from areal_lora.obs.report.version_answers import read_answers
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import TINY_MODEL
@@ -35,10 +35,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServ
     def fake(
         folder: object, run: Config, adapter: AdapterConfig, versions: Sequence[str], port: int
     ) -> Iterator[ServingEndpoint]:
-        process = subprocess.Popen(["true"])
-        process.wait()
         models = tuple(dict(zip(("newest", "best"), BOTH, strict=True))[version] for version in versions)
-        yield ServingEndpoint(url=f"{made.url}/v1", models=models, process=process, log=tmp_path / "log")
+        yield ServingEndpoint(
+            url=f"{made.url}/v1", models=models, processes=Supervisor(tmp_path, 0.0), log=tmp_path / "log"
+        )
 
     monkeypatch.setattr("areal_lora.cli.serve.served", fake)
     yield made
