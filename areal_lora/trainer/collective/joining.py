@@ -33,9 +33,8 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase, RunFolder
 from areal_lora.tasks.check import joining
 from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState, build_adapter, probe_rows
-from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
 from areal_lora.trainer.collective.next_work import join_last
-from areal_lora.trainer.training_state import Trainer
+from areal_lora.trainer.training_state import CONTAINED, Trainer, enter, leave, release
 from areal_lora.trainer.versions.checkpointing import chosen, load
 from areal_lora.trainer.work import AdapterChange, Join, SetPhase
 from areal_lora.types import AdapterPhase, AdapterRef
