@@ -59,16 +59,13 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 class Families:
-    """``rows`` by model type; ``linears`` is Megatron's linear by the last component of a projection's name.
-
-    ``modules`` has linear and scope by a projection's path below its layer, with ``*`` for the expert.
+    """``rows`` by model type; in ``modules`` linear and scope by a projection's path below its layer, experts as ``*``.
 
     Raises ValueError if two rows have one model type or give one name two meanings.
     """
 
     def __init__(self, rows: Iterable[Family]) -> None:
         self.rows: dict[str, Family] = {}
-        self.linears: dict[str, str] = {}
         self.modules: dict[str, tuple[str, Scope]] = {}
         for row in rows:
             if row.model_type in self.rows:
@@ -79,11 +76,8 @@ class Families:
                     continue
                 for linear in TARGETS:
                     for name in row.projections(linear, scope):
-                        path, leaf = name.replace("{}", "*"), name.rpartition(".")[2]
-                        if self.modules.setdefault(path, (linear, scope)) != (linear, scope):
+                        if self.modules.setdefault(name.replace("{}", "*"), (linear, scope)) != (linear, scope):
                             raise ValueError(f"families disagree about {name}")
-                        if self.linears.setdefault(leaf, linear) != linear:
-                            raise ValueError(f"families disagree about {leaf}")
 
 
 FAMILIES = Families(TABLE)
@@ -122,11 +116,6 @@ def path_of(module: str) -> str | None:
     """
     _, numbered, path = kind_of(module).partition(".*.")
     return path if numbered and not ROUTERS & set(path.split(".")) else None
-
-
-def linears() -> Mapping[str, str]:
-    """Megatron's linear by the last component of a projection's name: ``linear_qkv`` of ``q_proj``."""
-    return FAMILIES.linears
 
 
 def kind_of(module: str) -> str:

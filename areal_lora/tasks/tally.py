@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-import msgspec
 import numpy as np
 
+from areal_lora.obs.metrics.records import Estimates
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.tasks.rewards import braced, extract_answer, marked_answer
 from areal_lora.types import Outcome
@@ -37,29 +37,13 @@ class Answer:
     finish_reason: str = ""
 
 
-class Estimates(msgspec.Struct, frozen=True, kw_only=True):
-    """Fractions are in [0, 1]. None where there is no rule for what is correct, or no reward.
+class Tally(Estimates, frozen=True, kw_only=True):
+    """``accuracy`` is None if any of the answers with a reward is ``ungraded``."""
 
-    ``accuracy`` is the fraction of all answers that are correct; None if any of those with a reward is ``ungraded``.
-    ``reward_mean`` is over the scored answers; ``unscored`` ones are not correct and have no reward (contract C8).
-    ``pass_at`` is by k. ``interval`` is the method of ``accuracy_95``. ``truncated`` is
-    the share of answers that ended because of their length.
-    """
-
-    accuracy: float | None = None
-    reward_mean: float | None = None
-    unscored: int = 0
-    ungraded: int = 0
-    accuracy_95: Interval | None = None
-    reward_95: Interval | None = None
-    interval: str = ""
-    pass_at: dict[int, float] = {}
-    majority: float | None = None
-    answer_tokens: float = 0.0
-    truncated: float = 0.0
+    ungraded: int
 
 
-def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimates:
+def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Tally:
     """Summarize the answers to each problem, of which there is one at least."""
     answers = [answer for problem in problems for answer in problem]
     scored = [answer.score for answer in answers if answer.score.outcome is Outcome.OK]
@@ -77,7 +61,7 @@ def estimate(problems: Sequence[Sequence[Answer]], reward_kind: str) -> Estimate
             for problem in problems
         ]
         most_frequent = fmean([majority(list(zip(*each, strict=True))) for each in zip(voted, correct, strict=True)])
-    return Estimates(
+    return Tally(
         accuracy=fmean([flag for flags in correct for flag in flags]) if ruled else None,
         reward_mean=fmean([score.reward for score in scored]) if scored else None,
         unscored=len(answers) - len(scored),

@@ -113,14 +113,8 @@ class ControllerState:
     pending: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredState:
-    """State restored from a checkpoint besides tensors and random states."""
-
-    version: int
-    controller: ControllerState
-    kl_scale: float = 1.0
-    correction: Correction = Correction.TRUNCATE
+Restored = tuple[TrainingState, ControllerState]
+"""What a checkpoint has besides tensors and random states."""
 
 
 def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> Adapter:

@@ -30,14 +30,7 @@ from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.paths import DesiredWatch, RunFolder, raise_session
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, LoadingServers, beat_on, set_status
-from areal_lora.trainer.adapter import (
-    ControllerState,
-    RestoredState,
-    TokenRows,
-    TrainingState,
-    build_adapter,
-    probe_rows,
-)
+from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.clients.client_operations import Clients
 from areal_lora.trainer.clients.client_passes import Limits, tidy_states
@@ -80,10 +73,8 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     for adapter in adapters:
         engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)
     restored = resume(engine, adapters, config, run_folder, control)
-    versions = {name: found.version for name, found in restored.items()}
-    states = {a.name: TrainingState(adapter=a, version=versions.get(a.name, 0)) for a in adapters}
-    for name, found in restored.items():
-        states[name].kl_scale, states[name].correction = found.kl_scale, found.correction
+    versions = {name: state.version for name, (state, _) in restored.items()}
+    states = {a.name: TrainingState(adapter=a) for a in adapters} | {name: own for name, (own, _) in restored.items()}
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s, machines) if client else None
@@ -140,7 +131,7 @@ def build_publisher(
 
 
 def _connect(
-    config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, RestoredState]
+    config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, Restored]
 ) -> ControllerClient:
     """Connect to the controller and announce the versions that this trainer resumes from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
@@ -156,7 +147,7 @@ def _connect(
     # A controller whose event loop is stuck is detected, ended and restarted.
     patience_s = config.run.stall_s + HEARTBEAT_TIMEOUT_S + CONTROLLER_START_S
     client = ControllerClient(find, read_secret(run_folder), patience_s=patience_s)
-    ledgers = {name: found.controller.ledger for name, found in restored.items() if found.controller.ledger}
+    ledgers = {name: kept.ledger for name, (_, kept) in restored.items() if kept.ledger}
     client.hello({name: state.version for name, state in states.items()}, ledgers)
     return client
 
@@ -167,11 +158,11 @@ def _rank_0(
     client: ControllerClient,
     clients: Clients | None,
     states: Mapping[str, TrainingState],
-    restored: Mapping[str, RestoredState],
+    restored: Mapping[str, Restored],
     started_s: float,
     machines: MachineWatch,
 ) -> Rank0:
-    versions = {name: found.version for name, found in restored.items()}
+    versions = {name: state.version for name, (state, _) in restored.items()}
     devices = Devices(count=config.trainer.world_size, peak_flops=peak_flops(config.cluster.device))
     limit, words = config.run.keep_rollouts_mib << 20, partial(vocabulary, config.model.folder)
     rollouts = RolloutWriter(run_folder, limit, words) if limit else None
@@ -185,7 +176,7 @@ def _rank_0(
         rollouts=rollouts,
         machines=machines,
     )
-    kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
+    kept = {name: restored[name][1] if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),
         ALIGNMENT_LIMITS[config.model.dtype],

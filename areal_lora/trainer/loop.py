@@ -10,7 +10,7 @@
 
 Step k is consumed once a checkpoint of version k + 1 or a later one is durable. A crash repeats the steps after it: at
 most one, or as many as ``checkpoint`` allows (C9). With several adapters the same line is run for whichever has a batch
-and whose turn it is (`turns`); a fault of one of them ends that one (`fault_isolation`). Between two steps adapters may
+and whose turn it is (`turns`); a fault of one of them ends that one (`training_state`). Between two steps adapters may
 join, pause and leave (`joining`), and clients drive their adapters with the same verbs (`operating`).
 """
 
@@ -24,7 +24,6 @@ from areal_lora.processes.watched import reached
 from areal_lora.run_folder.paths import DesiredPhase
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective.fault_isolation import contained, enter, leave
 from areal_lora.trainer.collective.joining import delete, join, next_change, pause
 from areal_lora.trainer.collective.next_work import (
     batch_of,
@@ -38,7 +37,7 @@ from areal_lora.trainer.collective.next_work import (
 )
 from areal_lora.trainer.collective.operating import conclude, copy_state, operate, pass_together
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate, measures_causes
-from areal_lora.trainer.training_state import Trainer
+from areal_lora.trainer.training_state import Trainer, contained, enter, leave
 from areal_lora.trainer.versions.checkpointing import export_adapter
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 

@@ -152,32 +152,19 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool | None = None
 
 
-class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
-    """Answers of the policy ``version`` to ``n`` held-out problems of the set ``name``, before ``step`` runs.
+class Estimates(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of answers; fractions are in [0, 1]. None where there is no rule for what is correct, or no reward.
 
-    ``order`` is the set's place in the configuration; the first one is 0. ``measure`` is a digest of what is measured:
-    problems, sampling, workflow and reward. There are ``n_samples`` answers per problem. ``accuracy`` is None if the
-    task has no rule for correctness. An ``unscored`` answer counts as not correct and is excluded from ``reward_mean``.
-    ``left_out`` counts further problems whose prompts are too long.
-    ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson``, before
-    also ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
-    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length.
-    ``measured_with``: another adapter whose version 0, the base as well, was evaluated for both; ``wall_s`` is 0 then.
+    ``accuracy`` is the fraction of all answers that are correct. ``reward_mean`` is over the scored answers;
+    ``unscored`` ones are not correct and have no reward (contract C8). ``accuracy_95`` and ``reward_95`` are 95 %
+    intervals; ``interval`` is the method of the first, ``wilson``, before also ``bootstrap``. ``pass_at`` is pass@k by
+    k, ``majority`` majority@n_samples; both are of several answers only. ``answer_tokens`` is the mean number of
+    sampled tokens, ``truncated`` the share of answers ended by their length.
     """
 
-    version: int
-    step: int
-    accuracy: float | None
-    n: int
-    name: str = DEFAULT_SET
-    measure: str = ""
-    order: int = 0
-    n_samples: int = 1
-    temperature: float = 0.0
+    accuracy: float | None = None
     reward_mean: float | None = None
     unscored: int = 0
-    left_out: int = 0
-    left_out_first: list[str] = []
     accuracy_95: tuple[float, float] | None = None
     reward_95: tuple[float, float] | None = None
     interval: str = ""
@@ -185,6 +172,27 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     majority: float | None = None
     answer_tokens: float | None = None
     truncated: float | None = None
+
+
+class EvalRecord(Estimates, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
+    """Answers of the policy ``version`` to ``n`` held-out problems of the set ``name``, before ``step`` runs.
+
+    ``order`` is the set's place in the configuration; the first one is 0. ``measure`` is a digest of what is measured:
+    problems, sampling, workflow and reward. There are ``n_samples`` answers per problem. ``left_out`` counts further
+    problems whose prompts are too long.
+    ``measured_with``: another adapter whose version 0, the base as well, was evaluated for both; ``wall_s`` is 0 then.
+    """
+
+    version: int
+    step: int
+    n: int
+    name: str = DEFAULT_SET
+    measure: str = ""
+    order: int = 0
+    n_samples: int = 1
+    temperature: float = 0.0
+    left_out: int = 0
+    left_out_first: list[str] = []
     wall_s: float | None = None
     measured_with: str = ""
     adapter: str = ""

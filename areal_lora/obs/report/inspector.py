@@ -6,16 +6,18 @@ its page states where the next one continues.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from areal_lora.obs.metrics.rollout_store import ROWS, RolloutFile, parquet_file, segments
+from areal_lora.obs.metrics.rollout_store import ROWS, parquet_file, segments
 from areal_lora.run_folder.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -120,13 +122,13 @@ class RolloutOverview(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupView] = []
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class _FileRows:
-    file: RolloutFile
+    """``opened`` stays readable when the file is merged or removed."""
+
+    path: Path
     mark: tuple[int, int]
+    opened: pq.ParquetFile
     rows: np.ndarray  # of INDEX
 
 
@@ -137,32 +139,29 @@ class RolloutRows:
         self._folder = folder
         self._loaded: list[_FileRows] = []
         self._starts = np.zeros(1, np.int64)  # of each file among all rows
+        self._lock = threading.Lock()
         self.index = np.empty(0, INDEX)
         self.adapters: list[str] = []
 
     def refresh(self) -> None:
-        known = {(each.file.path, each.mark): each for each in self._loaded}
+        """Read what is new. A damaged file has no rows."""
+        known = {(each.path, each.mark): each for each in self._loaded}
         found: list[_FileRows] = []
-        for file in segments(self._folder):
-            try:
-                stat = file.path.stat()
+        for path in (file.path for file in segments(self._folder)):
+            with suppress(FileNotFoundError, ValueError):  # merged or removed meanwhile; damaged
+                stat = path.stat()
                 mark = (stat.st_mtime_ns, stat.st_size)
-                found.append(known.get((file.path, mark)) or _FileRows(file, mark, self._scalars(file)))
-            except FileNotFoundError:
-                continue  # merged or removed meanwhile
+                found.append(known.get((path, mark)) or self._load(path, mark))
         if [each.mark for each in found] != [each.mark for each in self._loaded]:
             self._loaded = found
             self._starts = np.cumsum([0, *(len(each.rows) for each in found)])
             # As bytes: numpy joins arrays of records field by field, which takes five times as long.
             self.index = np.frombuffer(b"".join(each.rows.data for each in found), INDEX)
 
-    def _scalars(self, file: RolloutFile) -> np.ndarray:
-        """The columns of ``INDEX``, of which ``solved`` is -1 for null; no row of a damaged file."""
-        try:
-            with parquet_file(file.path) as opened:
-                table = opened.read(INDEX.names)
-        except ValueError:
-            return np.empty(0, INDEX)
+    def _load(self, path: Path, mark: tuple[int, int]) -> _FileRows:
+        """The columns of ``INDEX``, of which ``solved`` is -1 for null. Raises FileNotFoundError, ValueError."""
+        opened = parquet_file(path)
+        table = opened.read(INDEX.names)
         found, adapters = np.empty(len(table), INDEX), table["adapter"].combine_chunks().dictionary_encode()
         names = adapters.dictionary.to_pylist()
         self.adapters += [name for name in names if name not in self.adapters]
@@ -170,41 +169,31 @@ class RolloutRows:
         for name in SCANNED:
             found[name] = _values((table[name].is_valid() if name == "dropped" else table[name]).combine_chunks())
         found["solved"][~_values(table["solved"].is_valid().combine_chunks())] = -1
-        return found
+        return _FileRows(path, mark, opened, found)
 
-    def read(self, number: int, row_group: int, columns: Sequence[str] | None) -> pa.Table:
-        with parquet_file(self._loaded[number].file.path) as file:
+    def read(self, file: pq.ParquetFile, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
+        with self._lock:  # `RolloutIndex.tables` may be read in another thread
             return file.read_row_group(row_group, columns)
 
-    def by_row_group(self, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """``(number of a file, rows in it)`` for each row group with some of the ``places``, in their order."""
+    def by_row_group(self, places: np.ndarray) -> Iterator[tuple[pq.ParquetFile, int, np.ndarray]]:
+        """``(file, row group, rows in it)`` for each row group with some of the ``places``, in their order."""
         numbers = np.searchsorted(self._starts, places, "right") - 1
         rows = places - self._starts[numbers]
         changes = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(rows // ROWS) != 0)) + 1
         for part in np.split(np.arange(len(places)), changes):
             if len(part):
-                yield int(numbers[part[0]]), rows[part]
-
-    def opened(self, places: np.ndarray) -> list[tuple[pq.ParquetFile, np.ndarray]]:
-        """Files that stay readable when they are merged, and the rows of a row group that are meant."""
-        files: dict[int, pq.ParquetFile] = {}
-        return [
-            (files.get(number) or files.setdefault(number, parquet_file(self._loaded[number].file.path)), rows)
-            for number, rows in self.by_row_group(places)
-        ]
+                yield self._loaded[numbers[part[0]]].opened, int(rows[part[0]] // ROWS), rows[part] % ROWS
 
     def dicts(self, places: np.ndarray, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        for number, rows in self.by_row_group(places):
-            within = rows % ROWS
-            first = int(within.min())
+        for file, row_group, rows in self.by_row_group(places):
+            first = int(rows.min())
             # Not `take`: it imports pandas, which takes longer than all the rest of a first page.
-            table = self.read(number, rows[0] // ROWS, columns).slice(first, int(within.max()) + 1 - first)
-            found = table.to_pylist()
-            yield from (found[row - first] for row in within)
+            found = self.read(file, row_group, columns).slice(first, int(rows.max()) + 1 - first).to_pylist()
+            yield from (found[row - first] for row in rows)
 
 
 class RolloutIndex:
-    """The rollouts of one run folder; each call reads what is new. Files that are merged meanwhile are read again."""
+    """The rollouts of one run folder; each call reads what is new. Files stay open until they are merged or removed."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._run = folder.rollouts, folder.name
@@ -212,46 +201,65 @@ class RolloutIndex:
         self._words: list[str] = []
 
     def overview(self) -> RolloutOverview:
-        return self._settled(self._overview)
-
-    def page(self, chosen: RolloutFilter, limit: int = PAGE) -> RolloutPage:
-        """The newest ``limit`` rollouts that match, with excerpts of their texts."""
-        return self._settled(lambda: self._page(chosen, limit))
-
-    def rollouts(self, chosen: RolloutFilter) -> list[RolloutHead]:
-        """All that match, oldest first, with whole texts; ``text`` does not count."""
-        return self._settled(lambda: list(map(_head, self._rows.dicts(self._places(chosen), HEAD))))
-
-    def group(self, place: GroupPlace) -> GroupView:
-        """The group there; empty if it is not kept."""
-        return self._settled(lambda: self._group(place))
-
-    def ends(self) -> RolloutOverview:
-        """The overview with the first and the last group of each adapter, up to about ``EMBEDDED_TOKENS`` tokens."""
-        return self._settled(self._ends)
-
-    def tables(self, chosen: RolloutFilter) -> Iterator[pa.Table]:
-        """All columns of what matches, a row group at a time; ``text`` counts."""
-        for file, rows in self._settled(lambda: self._rows.opened(self._places(chosen))):
-            table = file.read_row_group(rows[0] // ROWS).take(rows % ROWS)
-            yield table.filter(_has_text(table, chosen.text)) if chosen.text else table
-
-    def _settled(self, read: Callable[[], T]) -> T:
-        for _ in range(10):
-            self._rows.refresh()
-            try:
-                return read()
-            except FileNotFoundError:
-                continue
-        raise OSError(f"{self._folder}: its files change faster than they can be read")
-
-    def _overview(self) -> RolloutOverview:
+        self._rows.refresh()
         steps = self._rows.index["step"]
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         return RolloutOverview(run=self._run, kept=len(steps), steps=(first, last), adapters=self._rows.adapters)
 
+    def page(self, chosen: RolloutFilter, limit: int = PAGE) -> RolloutPage:
+        """The newest ``limit`` rollouts that match, with excerpts of their texts."""
+        places = self._places(chosen)[::-1]
+        matches, below = len(places), None
+        if chosen.text:
+            places, below = self._search(places, chosen.text, limit)
+        elif matches > limit:
+            places = places[:limit]
+            below = int(self._rows.index["rollout"][places[-1]])
+        rows = [_head(row, EXCERPT) for row in self._rows.dicts(places, HEAD)]
+        return RolloutPage(rows=rows, matches=None if chosen.text else matches, below=below)
+
+    def rollouts(self, chosen: RolloutFilter) -> list[RolloutHead]:
+        """All that match, oldest first, with whole texts; ``text`` does not count."""
+        return list(map(_head, self._rows.dicts(self._places(chosen), HEAD)))
+
+    def group(self, place: GroupPlace) -> GroupView:
+        """The group there; empty if it is not kept."""
+        where = self._places(RolloutFilter(adapter=place.adapter, step=place.step, group=place.group))
+        if not len(where):
+            return GroupView(rollouts=[], others=[])
+        rollouts = [self._tokens(row) for row in self._rows.dicts(where, [*HEAD, *TOKENS])]
+        index = self._rows.index
+        same = index[index["prompt_key"] == index["prompt_key"][where[0]]]
+        keys = dict.fromkeys(same[["adapter", "step", "group"]].tolist())
+        others = [GroupPlace(adapter=self._rows.adapters[a], step=s, group=g) for a, s, g in keys]
+        return GroupView(rollouts=rollouts, others=[other for other in others if other != place][-OTHERS:])
+
+    def ends(self) -> RolloutOverview:
+        """The overview with the first and the last group of each adapter, up to about ``EMBEDDED_TOKENS`` tokens."""
+        found, left = dict[GroupPlace, GroupView](), EMBEDDED_TOKENS
+        overview = self.overview()
+        for at in (0, -1):
+            for code, name in enumerate(overview.adapters):
+                where = np.flatnonzero((self._rows.index["adapter"] == code) & ~self._rows.index["dropped"])
+                if not len(where):
+                    continue
+                step, group = (int(self._rows.index[column][where[at]]) for column in ("step", "group"))
+                view = self.group(place := GroupPlace(adapter=name, step=step, group=group))
+                left -= sum(len(one.tokens) for one in view.rollouts)
+                if left < 0 and found:
+                    return msgspec.structs.replace(overview, groups=list(found.values()))
+                found[place] = view
+        return msgspec.structs.replace(overview, groups=list(found.values()))
+
+    def tables(self, chosen: RolloutFilter) -> Iterator[pa.Table]:
+        """All columns of what matches, a row group at a time; ``text`` counts."""
+        for file, row_group, rows in list(self._rows.by_row_group(self._places(chosen))):
+            table = self._rows.read(file, row_group).take(rows)
+            yield table.filter(_has_text(table, chosen.text)) if chosen.text else table
+
     def _places(self, chosen: RolloutFilter) -> np.ndarray:
-        """Rows of the index, in order; the text does not count."""
+        """Rows of the index with what is new, in order; the text does not count."""
+        self._rows.refresh()
         of, wanted = self._rows.index, []
         if chosen.adapter:
             code = self._rows.adapters.index(chosen.adapter) if chosen.adapter in self._rows.adapters else -1
@@ -270,22 +278,11 @@ class RolloutIndex:
         wanted += [of["rollout"] < chosen.below] if chosen.below is not None else []
         return np.flatnonzero(np.logical_and.reduce(wanted)) if wanted else np.arange(len(of["step"]))
 
-    def _page(self, chosen: RolloutFilter, limit: int) -> RolloutPage:
-        places = self._places(chosen)[::-1]
-        matches, below = len(places), None
-        if chosen.text:
-            places, below = self._search(places, chosen.text, limit)
-        elif matches > limit:
-            places = places[:limit]
-            below = int(self._rows.index["rollout"][places[-1]])
-        rows = [_head(row, EXCERPT) for row in self._rows.dicts(places, HEAD)]
-        return RolloutPage(rows=rows, matches=None if chosen.text else matches, below=below)
-
     def _search(self, places: np.ndarray, text: str, limit: int) -> tuple[np.ndarray, int | None]:
         """The first ``limit`` of ``places`` with ``text``, and the number below which the search continues."""
         end_s, found, seen = time.monotonic() + SEARCH_S, list[np.ndarray](), 0
-        for number, rows in self._rows.by_row_group(places):
-            table = self._rows.read(number, rows[0] // ROWS, ["prompt", "answer"]).take(rows % ROWS)
+        for file, row_group, rows in self._rows.by_row_group(places):
+            table = self._rows.read(file, row_group, ["prompt", "answer"]).take(rows)
             hits = np.flatnonzero(_has_text(table, text).to_numpy(zero_copy_only=False))
             found.append(places[seen + hits])
             seen += len(rows)
@@ -295,34 +292,6 @@ class RolloutIndex:
         if len(chosen) > limit:
             return chosen[:limit], int(self._rows.index["rollout"][chosen[limit - 1]])
         return chosen, int(self._rows.index["rollout"][places[seen - 1]]) if seen < len(places) else None
-
-    def _group(self, place: GroupPlace) -> GroupView:
-        where = self._places(RolloutFilter(adapter=place.adapter, step=place.step, group=place.group))
-        if not len(where):
-            return GroupView(rollouts=[], others=[])
-        rollouts = [self._tokens(row) for row in self._rows.dicts(where, [*HEAD, *TOKENS])]
-        index = self._rows.index
-        same = index[index["prompt_key"] == index["prompt_key"][where[0]]]
-        keys = dict.fromkeys(same[["adapter", "step", "group"]].tolist())
-        others = [GroupPlace(adapter=self._rows.adapters[a], step=s, group=g) for a, s, g in keys]
-        return GroupView(rollouts=rollouts, others=[other for other in others if other != place][-OTHERS:])
-
-    def _ends(self) -> RolloutOverview:
-        found, left = dict[GroupPlace, GroupView](), EMBEDDED_TOKENS
-        overview = self._overview()
-        for at in (0, -1):
-            for code, name in enumerate(self._rows.adapters):
-                where = np.flatnonzero((self._rows.index["adapter"] == code) & ~self._rows.index["dropped"])
-                if not len(where):
-                    continue
-                step, group = (int(self._rows.index[column][where[at]]) for column in ("step", "group"))
-                place = GroupPlace(adapter=name, step=step, group=group)
-                view = self._group(place)
-                left -= sum(len(one.tokens) for one in view.rollouts)
-                if left < 0 and found:
-                    return msgspec.structs.replace(overview, groups=list(found.values()))
-                found[place] = view
-        return msgspec.structs.replace(overview, groups=list(found.values()))
 
     def _tokens(self, row: dict[str, Any]) -> RolloutTokens:
         if not self._words and (path := self._folder / "vocabulary.parquet").exists():

@@ -29,6 +29,7 @@ from areal_lora.obs.metrics.records import ResumeRecord
 from areal_lora.obs.report.inspector import GroupPlace, RolloutFilter, RolloutIndex
 from areal_lora.obs.report.page import PageData, RunPage, page_text
 from areal_lora.obs.report.side_by_side import pages_of
+from areal_lora.processes.startup import raise_open_files
 from areal_lora.run_folder.paths import RunFolder, write_file
 from areal_lora.run_folder.status import run_role, set_status
 
@@ -135,6 +136,7 @@ def serve_pages(folders: Sequence[RunFolder], port: int, announce: Callable[[str
     """Serve until an interrupt; ``announce`` the address first. Port 0: a free one. Raises ConfigError."""
     import uvicorn
 
+    raise_open_files()  # of rollouts
     token = secrets.token_urlsafe(16)
     app = application(folders, token)
     with listening("127.0.0.1", port, "--port") as listener:

@@ -32,18 +32,9 @@ from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, DesiredPhase, RunFolder
 from areal_lora.tasks.check import joining
-from areal_lora.trainer.adapter import (
-    SERVED,
-    Adapter,
-    ControllerState,
-    RestoredState,
-    TrainingState,
-    build_adapter,
-    probe_rows,
-)
-from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
+from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.collective.next_work import join_last
-from areal_lora.trainer.training_state import Trainer
+from areal_lora.trainer.training_state import CONTAINED, Trainer, enter, leave, release
 from areal_lora.trainer.versions.checkpointing import chosen, load
 from areal_lora.trainer.work import AdapterChange, Join, SetPhase
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -177,33 +168,31 @@ def join(trainer: Trainer, work: Join) -> TrainingState | None:
     except (ArealLoraError, OSError) as error:
         problem = str(error)
     problem = first_problem(problem, trainer.control)
+    state, kept = restored or (TrainingState(adapter=adapter), ControllerState())
     if trainer.rank_0 and not problem:
-        problem = _announce(trainer, adapter, restored)
+        problem = _announce(trainer, state, kept, resumed=restored is not None)
     problem = trainer.control.broadcast_bytes(problem.encode() if trainer.control.rank == 0 else None).decode()
     if problem:
         with suppress(AdapterError):  # it may not have become resident
             release(trainer, adapter)
         _refused(trainer, adapter.name, problem)
         return None
-    state = TrainingState(adapter=adapter)
     if restored is not None:
-        state.version, state.kl_scale, state.correction = restored.version, restored.kl_scale, restored.correction
-        trainer.checkpointing.resumed(adapter.name, restored.version)
+        trainer.checkpointing.resumed(adapter.name, state.version)
     trainer.states[adapter.name] = state
     log.info("%s joins", state.ref)
     return state
 
 
-def _announce(trainer: Trainer, adapter: Adapter, restored: RestoredState | None) -> str:
+def _announce(trainer: Trainer, state: TrainingState, kept: ControllerState, *, resumed: bool) -> str:
     """Make the joining adapter known on rank 0; returns why it cannot be driven, or nothing."""
     assert trainer.rank_0
-    version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
-    if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
+    adapter = state.adapter
+    if problem := trainer.rank_0.driver(adapter).join(adapter, state.version, kept):
         return problem
     trainer.rank_0.absent.pop(adapter.name, None)
     steps = None if adapter.run.endless else adapter.run.steps
-    ref = AdapterRef(name=adapter.name, version=version)
-    trainer.rank_0.recorder.joined(ref, steps=steps, resumed=restored is not None)
+    trainer.rank_0.recorder.joined(state.ref, steps=steps, resumed=resumed)
     trainer.rank_0.turns.join(adapter.name, adapter.run.weight)
     return ""
 

@@ -30,8 +30,7 @@ from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer import work as w
 from areal_lora.trainer.adapter import SERVED, ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.collective.fault_isolation import contained
-from areal_lora.trainer.training_state import Rank0, Trainer
+from areal_lora.trainer.training_state import Rank0, Trainer, contained
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 
 RETRY_S = 1.0

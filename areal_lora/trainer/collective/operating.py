@@ -9,7 +9,7 @@
 Checkpoints are written behind: the service's file repeats what a crash loses. They, saved states and publishes run in
 the background while the next operations and other adapters have their turns (`next_work`). Answers follow each other
 in the order of the operations (`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter
-(`fault_isolation`).
+(`training_state`).
 """
 
 import time
@@ -19,9 +19,8 @@ from areal_lora.operations import protocol
 from areal_lora.processes.watched import reached
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.clients.client_passes import carry_out, load_saved
-from areal_lora.trainer.collective.fault_isolation import contained
 from areal_lora.trainer.collective.next_work import controller_state, join_checkpoint, join_publish
-from areal_lora.trainer.training_state import Trainer
+from areal_lora.trainer.training_state import Trainer, contained
 from areal_lora.trainer.work import JointPass, Operate
 
 

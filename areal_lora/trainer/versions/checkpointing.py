@@ -43,7 +43,7 @@ from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
-from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
@@ -291,7 +291,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 def resume(
     engine: AdapterEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
-) -> dict[str, RestoredState]:
+) -> dict[str, Restored]:
     """Load every adapter from its newest whole checkpoint, or its first version if it has none, with its companions.
 
     Collective. Rank 0 verifies the checkpoints in whole, the others read what they need. Adapters without a
@@ -330,7 +330,7 @@ def chosen(plan: Sequence[AdapterResume], config: Config) -> list[str]:
 
 def load(
     engine: AdapterEngine, adapter: Adapter, path: str, recorded: Mapping[str, Mapping[int, saved.Evaluation]]
-) -> RestoredState | None:
+) -> Restored | None:
     """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective.
 
     ``recorded`` are the run's evaluations, on rank 0.
@@ -345,12 +345,12 @@ def load(
     engine.load_state(adapter.name, saved.read_tensors(folder, manifest), manifest.clock.step)
     companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)
-    controller = ControllerState(
+    kept = ControllerState(
         ledger=manifest.ledger, evaluations=evaluations_of(manifest, recorded), pending=frozenset(manifest.awaited)
     )
-    return RestoredState(
-        version=manifest.version, controller=controller, kl_scale=manifest.kl_scale, correction=manifest.correction
-    )
+    return TrainingState(
+        adapter=adapter, version=manifest.version, kl_scale=manifest.kl_scale, correction=manifest.correction
+    ), kept
 
 
 def _resumed(ref: AdapterRef, found: WholeCheckpoint, config: Config) -> str:

@@ -199,11 +199,12 @@ class Side:
         self.trainer.states[adapter.name] = state
         engine: Any = self.engine
         found = find(self.folder, adapter.name).newest
+        kept = ControllerState()
         if (restored := load(engine, adapter, str(found.path) if found else "", {})) is not None:
-            state.version = restored.version
+            state.version, kept = restored[0].version, restored[1]
             self.trainer.checkpointing.resumed(adapter.name, state.version)
             self.recorder.joined(state.ref, steps=None, resumed=True)
-        self.clients.join(adapter, state.version, restored.controller if restored else ControllerState())
+        self.clients.join(adapter, state.version, kept)
         self.trainer.checkpointing.save(state, self.clients.state(adapter.name), at_once=True)
         self.trainer.checkpointing.join(adapter.name)
         assert self.trainer.rank_0

@@ -31,7 +31,7 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import watched
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
-from areal_lora.trainer.adapter import Adapter, ControllerState, RestoredState, TrainingState
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.training_state import Rank0, Trainer
@@ -123,11 +123,12 @@ class Publishing:
 class Controller:
     """All that rank 0 talks to. It decides which prompts are next: a position, kept in the ledger's snapshot."""
 
-    def __init__(self, folder: Path, engine: MegatronEngine, restored: RestoredState, steps: int) -> None:
+    def __init__(self, folder: Path, engine: MegatronEngine, restored: Restored, steps: int) -> None:
         self._journal, self._engine = folder / f"journal-{engine.rank}", engine
-        self._position = int(restored.controller.ledger or b"0")
-        self._evals, self._steps = EvalTracker.restored(restored.controller), steps
-        self.note(f"session {restored.version}")
+        begun, kept = restored
+        self._position = int(kept.ledger or b"0")
+        self._evals, self._steps = EvalTracker.restored(kept), steps
+        self.note(f"session {begun.version}")
 
     def note(self, line: str) -> None:
         with self._journal.open("a") as file:
@@ -212,8 +213,8 @@ def live(session: Session) -> dict[str, Any]:
     )
     engine.add_adapter(adapter.spec, entry.optimizer, seed=1)
     restored = resume(engine, [adapter], config, RunFolder(folder), Exchange(60.0))
-    begun = restored.get("a", RestoredState(version=0, controller=ControllerState()))
-    state = TrainingState(adapter=adapter, version=begun.version, correction=begun.correction)
+    begun = restored.get("a", (TrainingState(adapter=adapter), ControllerState()))
+    state, version = begun[0], begun[0].version
     controller: Any = Controller(folder, engine, begun, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(
@@ -224,7 +225,7 @@ def live(session: Session) -> dict[str, Any]:
         run_folder=RunFolder(folder),
         engine=engine,
         states={"a": state},
-        checkpointing=Checkpointing(config, engine, saver, {n: r.version for n, r in restored.items()}),
+        checkpointing=Checkpointing(config, engine, saver, {n: r.version for n, (r, _) in restored.items()}),
         publishing=Publishing(),  # type: ignore[arg-type]
         control=Exchange(60.0),
         rank_0=Rank0(controller=controller, recorder=controller, auditor=controller, turns=FairQueue({"a": 1.0}))
@@ -238,7 +239,7 @@ def live(session: Session) -> dict[str, Any]:
     trainer.close()
     forget_layout()
     random = bytes(torch.get_rng_state().numpy())
-    return {"begun": begun.version, "version": state.version, "random": random, "correction": state.correction}
+    return {"begun": version, "version": state.version, "random": random, "correction": state.correction}
 
 
 def _commit(controller: Controller, ref: AdapterRef) -> None:

@@ -41,9 +41,9 @@ def test_the_evaluation_of_the_newest_checkpoint_is_among_those_of_the_resumed_r
     engine: Any = SimpleNamespace(rank=0, device=device, load_state=lambda name, tensors, step: None)
     restored = load(engine, make_adapter(), path, recorded_evaluations(folder))
     assert restored is not None
-    known = restored.controller.evaluations
-    assert known == measured | {50: Evaluation(accuracy=0.75, reward_mean=0.25, measure="m")}
-    assert plan_deletions([40, 50, 51, 52], [51, 52], known, restored.controller.pending) == [40]
+    _, kept = restored
+    assert kept.evaluations == measured | {50: Evaluation(accuracy=0.75, reward_mean=0.25, measure="m")}
+    assert plan_deletions([40, 50, 51, 52], [51, 52], kept.evaluations, kept.pending) == [40]
 
 
 @pytest.mark.parametrize("key", ["world_size", "tp", "cp", "pp", "ep", "etp"])

@@ -19,7 +19,7 @@ from areal_lora.errors import (
     RolloutError,
 )
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.collective.fault_isolation import contained
+from areal_lora.trainer.training_state import contained
 from areal_lora.types import AdapterPhase
 
 
