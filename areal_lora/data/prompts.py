@@ -114,8 +114,8 @@ class Formatter:
         if self.tokenizer.chat_template:
             with contextlib.suppress(ConfigError):  # a template may refuse the example and take the rows
                 after = self.tokenizer.encode(self.after_answer([], last=False), add_special_tokens=False)[:1]
-                shown, said = (self.tokenizer.decode(after, skip_special_tokens=s).strip() for s in (False, True))
-                return after if shown and not said else []  # no blank
+                shown, plain = (self.tokenizer.decode(after, skip_special_tokens=s).strip() for s in (False, True))
+                return after if shown and not plain else []  # no blank
         return []
 
     def token_ids(self, sample: Sample) -> list[int]:

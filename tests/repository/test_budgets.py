@@ -25,28 +25,28 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 930,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
-    "algorithms": 1612,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
+    "algorithms": 1614,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
-    "cli": 2369,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
-    "config": 4761,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
-    "data": 934,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
+    "cli": 2358,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
+    "config": 4775,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
+    "data": 949,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12065,  # remote; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
-    "families": 1535,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4924,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
+    "engine": 12106,  # remote, seats; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
+    "families": 1539,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
+    "launcher": 4926,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
     "library": 474,  # loss, advantage
-    "network": 1027,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
-    "obs": 4670,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
-    "operations": 530,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
+    "network": 1034,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
+    "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
+    "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 506,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
-    "rollout": 8647,  # workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
+    "rollout": 8898,  # prompt writers; workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
-    "tasks": 3572,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
-    "trainer": 4372,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
-    "weight_sync": 5747,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
+    "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
+    "trainer": 4349,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
+    "weight_sync": 5768,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
