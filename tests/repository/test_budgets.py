@@ -32,7 +32,7 @@ LINES = {
     "data": 949,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12106,  # remote, seats; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
+    "engine": 12106,  # seats; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
     "families": 1539,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
     "launcher": 4926,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
     "library": 474,  # loss, advantage
@@ -41,7 +41,7 @@ LINES = {
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 506,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
-    "rollout": 8898,  # prompt writers; workers; OpenEnv; curricula; streams; clients' forms; turns; sums; dialogues; counts; thoughts
+    "rollout": 8898,  # prompt writers; workers; OpenEnv; curricula; streams; turns; sums; dialogues; counts; thoughts
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
