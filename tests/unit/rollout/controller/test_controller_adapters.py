@@ -167,11 +167,13 @@ def test_an_adapter_that_has_ended_gets_no_groups_and_leaves_its_places(controll
     run.batch(0)
     run.client.end("twin")
     wait_until(lambda: run.stats("twin").running == 0)
-    before = Counter(request["model"] for request in server.requests)["twin@v0"]
-    for step in range(1, 3):
+    counts = list[int]()
+    for step in range(1, 4):
         run.activate(step)
         run.batch(step)
-    assert Counter(request["model"] for request in server.requests)["twin@v0"] == before
+        counts.append(Counter(request["model"] for request in server.requests)["twin@v0"])
+    # The first batch takes longer than requests that were on their way when the adapter ended.
+    assert len(set(counts)) == 1
 
 
 @pytest.fixture
