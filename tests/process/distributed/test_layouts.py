@@ -8,6 +8,7 @@ The expected values come from `oracle` (transformers, float64); engine results a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOGPROB_TOLERANCE = 1e-4
 # Of the largest entry of a tensor's update. transformers in fp32 is up to 2.5e-5 away from float64 here (Mixtral).
-STEP_TOLERANCE = 3e-5
+# On a GPU Transformer Engine's norm sums as torch's rms_norm does: Mixtral is 4.1e-5 away.
+STEP_TOLERANCE = 5e-5 if os.environ.get("EMULATED") else 3e-5
 # The FSDP engine computes with transformers' modules in another order: Mixtral on two ranks is 3.7e-5 away.
 FSDP_STEP_TOLERANCE = 5e-5
 # Of the norm of a tensor's gradient; both sides are fp32. The FSDP engine computes with transformers' modules.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -197,7 +198,7 @@ def scores(
     if batch.held is not None:
         assert not own[~batch.held.repeat_interleave(batch.cu_seqlens.diff())].any()
     dist.all_reduce(own, dist.ReduceOp.MIN)
-    return own.numpy()
+    return own.cpu().numpy()
 
 
 def loss_fn(micro: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
@@ -233,7 +234,9 @@ def build(
     path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
 ) -> AdapterEngine:
     kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[case.engine]
-    engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    engine = kind(
+        ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device(os.environ.get("EMULATED", "cpu"))
+    )
     engine.add_adapter(make_spec("a", path, case, targets), optimizer, seed=1)
     return engine
 
@@ -298,7 +301,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any], neighbours: bool) -> d
     seen["step"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
     memory = engine.resident("a").memory
-    seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].numpy().tobytes()
+    seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].cpu().numpy().tobytes()
     seen["base_after"] = scores(engine, batch, adapter=None)
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
     if neighbours:
@@ -342,7 +345,7 @@ def recorded(engine: AdapterEngine, adapter: dict[str, Tensor]) -> dict[str, Any
         engine.forward_backward(minibatch, loss_fn, need_entropy=True)
     tokens = needed.repeat_interleave(batch.cu_seqlens.diff())
     own = routes if engine.rank else routes[tokens]
-    return {"tokens": tokens.numpy(), "routes": own.numpy(), "grads": numpy_of(export_gradients(engine))}
+    return {"tokens": tokens.cpu().numpy(), "routes": own.cpu().numpy(), "grads": numpy_of(export_gradients(engine))}
 
 
 def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:
@@ -425,7 +428,7 @@ def many_steps(
         if other:
             passes(other, 60 + step)
         passes(spec.name, 30 + step)
-        gradients.append(engine.resident(spec.name).memory.grads.numpy().tobytes())
+        gradients.append(engine.resident(spec.name).memory.grads.cpu().numpy().tobytes())
         if other:
             engine.optim_step(other, DENOMINATOR, OPTIMIZER.lr)
             passes(other, 90 + step)
@@ -467,10 +470,10 @@ def critic(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
     engine.add_adapter(spec, OPTIMIZER, seed=3)
     batch, seen = value_targets(make_rows()), {}
     mine = replace(batch, adapters=("critic",) * len(batch.adapters))
-    seen["at_first"] = engine.values(batch, adapter="critic").numpy()
+    seen["at_first"] = engine.values(batch, adapter="critic").cpu().numpy()
     engine.load_adapter("critic", {**adapter, **random_head()})
     seen["loaded"] = numpy_of(engine.export_adapter("critic"))
-    seen["values"] = engine.values(every_token(batch), adapter="critic").numpy()
+    seen["values"] = engine.values(every_token(batch), adapter="critic").cpu().numpy()
     seen["a"], seen["a_scores"] = numpy_of(engine.export_adapter("a")), scores(engine, batch, adapter="a")
     seen["stats"] = engine.forward_backward(mine, value_loss_fn)
     seen["grads"] = numpy_of(export_gradients(engine, "critic"))

@@ -36,11 +36,17 @@ def _child(
     import torch
     import torch.distributed as dist
 
+    from areal_lora.platforms.device import collective_of
+
     torch.set_num_threads(1)
     try:
         # A file store needs no port. The short timeout frees ranks whose peer has raised.
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=150)
+            collective_of(os.environ.get("EMULATED", "cpu")),
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=150),
         )
         dist.barrier()  # a rank that is done sooner would close connections that others still make
         pipe.send((True, target(*args)))
