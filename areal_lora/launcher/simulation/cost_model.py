@@ -125,7 +125,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     """
     adapter, tp, algorithm = config.adapters[0], config.rollout.tp, config.adapters[0].algorithm
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
-    nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
+    nbytes, seats = slots.version_bytes(config, shape, adapter), slots.seats_of(config)
     n, prompt = adapter.sampling.n_samples, longest // 2
     answer = longest - prompt
     tokens, read, pairs = prompt + n * answer, n * answer, prompt**2 // 2 + n * answer * (prompt + answer // 2)
@@ -151,7 +151,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         sigma=0.8,
         longest=longest,
         nbytes=nbytes,
-        sources=memory.source_ranks(config, shape),
+        sources=slots.source_ranks(config, shape),
         link_s=8 / LINK_BITS if remote else 0.0,
         tree=slots.broadcast_backend(config) == "gloo",
         activate_s=nbytes / HOST_BYTES_PER_S,

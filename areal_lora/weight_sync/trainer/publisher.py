@@ -28,6 +28,7 @@ import torch
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.sizing.slots import bucket_of
 from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.platforms.device import lane_of, select_device
@@ -345,13 +346,14 @@ class Publisher:
         """The store of ``group``; None unless this rank is a source and the group has members."""
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
+        bucket = bucket_of(self._config.bucket_bytes, len(attempt.sources))
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,
             receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
             backend=self._backend,
             timeout_s=deadline - time.monotonic(),
-            bucket_bytes=self._config.bucket_bytes if attempt.shared else min(self._config.bucket_bytes, RELAYED_BYTES),
+            bucket_bytes=bucket if attempt.shared else min(bucket, RELAYED_BYTES),
             secret=self._secret,
             device=self._device,
         )
