@@ -149,14 +149,17 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     link = LINK_BITS / 8
     for adapter in config.adapters:
         nbytes = slots.version_bytes(config, plan.shape, adapter)
-        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({recorded.adapter_run(config, adapter).wire_dtype})"
+        dtype = recorded.adapter_run(config, adapter).wire_dtype
+        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({dtype}) a version"
+        if merging_s := slots.merging_s(config, plan.shape, adapter):
+            line += f", merged by {slots.source_ranks(config, plan.shape)} trainer ranks in about {merging_s:.2f} s"
         if not remote:
-            yield f"{line} a version; trainer and servers share a node, so no link is a bound"
+            yield f"{line}; trainer and servers share a node, so no link is a bound"
             continue
         workers = max(sum(s.node == node for s in remote) for node in {s.node for s in remote}) * config.rollout.tp
         most = workers * nbytes
         yield (
-            f"{line} a version, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
+            f"{line}, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
     if config.adapters:

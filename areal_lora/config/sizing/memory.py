@@ -197,7 +197,8 @@ def _adapters(
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
     for adapter in adapters:
-        packers = 1 + (config.model.dtype != "float32") + adapter.algorithm.has_critic
+        apart = config.model.dtype != "float32" or config.rollout.adapter_mode == "merged"
+        packers = 1 + apart + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
     over_host, on_gpu = slots.broadcast_backend(config) == "gloo", config.cluster.device != "cpu"

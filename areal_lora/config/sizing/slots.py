@@ -128,6 +128,7 @@ def joining_adapters(config: Config) -> list[AdapterConfig]:
 
 RAMP = 2  # doublings from the first bucket to a full one
 LEAST_BUCKET = 8 << 20  # below this the latency of a broadcast counts
+HOST_BYTES_PER_S = 10e9  # of one pass over host memory
 MERGERS, WIDE = 8, 1 << 29
 """Ranks that share the merging, if there are replicas: more would merge faster than a link takes it in. They are fewer
 where as many weights of the largest size have more numbers than ``WIDE``: receivers have buffers for each of them.
@@ -382,6 +383,13 @@ def largest_tensor(config: Config, shape: ModelShape, adapter: AdapterConfig, *,
             sides = (spec.rank_of(p.name) * max(p.in_features, p.out_features) for p in pieces)
             largest = max(largest, _weights(pieces) if config.rollout.adapter_mode == "merged" else max(sides))
     return largest * DTYPE_BYTES[config.model.dtype]
+
+
+def merging_s(config: Config, shape: ModelShape, adapter: AdapterConfig) -> float:
+    """Seconds of the rank that merges most: weights go to its device and come back. 0 if none are merged."""
+    if config.rollout.adapter_mode == "unmerged":
+        return 0.0
+    return 2 * max(sent_bytes(config, shape, adapter).values(), default=0) / HOST_BYTES_PER_S
 
 
 def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
