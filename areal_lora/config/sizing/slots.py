@@ -127,7 +127,7 @@ def joining_adapters(config: Config) -> list[AdapterConfig]:
 
 
 RAMP = 2  # doublings from the first bucket to a full one
-LEAST_BUCKET = 8 << 20  # below this the latency of a broadcast counts
+LEAST_BUCKET = 8 << 20  # below this latency counts; relays' buckets, which all members cut alike, are no larger
 HOST_BYTES_PER_S = 10e9  # of one pass over host memory
 MERGERS, WIDE = 8, 1 << 29
 """Ranks that share the merging, if there are replicas: more would merge faster than a link takes it in. They are fewer

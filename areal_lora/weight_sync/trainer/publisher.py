@@ -245,8 +245,11 @@ class Publisher:
         if not job.met:
             if (merging := job.merging) is not None:  # beside training; and before any time-out starts
                 job.merging, lane = None, lane_of(self._device)
-                with lane.queue() if lane is not None else nullcontext():
-                    self._pack(job, lambda _: merging)
+                try:
+                    with lane.queue() if lane is not None else nullcontext():
+                        self._pack(job, lambda _: merging)
+                except Exception:  # fault boundary: the other ranks wait for this one, whose failure ends the publish
+                    log.exception("merging of %s", job.ref)
             self._agree(None)  # the main threads of the ranks start it at different times: no budget bounds that
             job.met = True
         job.budget.restart()

@@ -158,6 +158,30 @@ def test_weights_are_merged_beside_training_and_no_time_of_a_transfer_counts_it(
     assert leader.deadlines == [began + 500.0 + config.attempt_s] * 2
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), PublishError("no room")])
+def test_a_rank_that_fails_to_merge_tells_the_others(error):
+    """They wait for it without a time limit, because merging may take long."""
+
+    class Told(Attempting):
+        def decide(self, job, results, next_turn):
+            told.extend(sent.own.message for sent in results or ())
+            return super().decide(job, results, next_turn)
+
+    def pack(flat):
+        yield from ()
+        raise error
+
+    told, config = [], WeightSyncConfig(timeout_s=30.0)
+    rank = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="ab" * 32, leader=Told())
+    layout = make_layout(spec(), "float32", {0: [("x.weight", (4, 6))]}, {}, Payload.MERGED)
+    job = rank.publish(AdapterRef(name="a", version=0), None, layout, pack, BASE, None)
+    with pytest.raises(PublishError, match="seen"):
+        job.wait()
+    rank.close()
+    assert len(told) == 1
+    assert "no room" in told[0]
+
+
 def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
     accelerator, devices, config = Accelerator(monkeypatch), [], WeightSyncConfig()
 
