@@ -79,15 +79,14 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
     processes = []
     for stage, layers in enumerate(slots.stages(config, shape)):
         name = "trainer rank" if trainer.pp == 1 else f"trainer rank, stage {stage}"
-        nodes = dict[tuple[int, bool], list[int]]()  # by ``owner`` and ``merges`` of `_trainer`
-        merged = [a for a in config.adapters if config.rollout.adapter_mode == "merged"]
-        merging = {rank for adapter in merged for rank in slots.stage_sources(config, shape, adapter, layers)}
+        nodes = dict[tuple[int, bool], list[int]]()  # by ``owner`` and ``sends`` of `_trainer`
+        sending = {rank for adapter in config.adapters for rank in slots.stage_sources(config, shape, adapter, layers)}
         for rank in range(per_stage):
             number, inner = divmod(rank, trainer.etp)
             owner = trainer.ep if inner or number >= trainer.ep else min(number, 1)
-            nodes.setdefault((owner, rank in merging), []).append(seats.trainer[stage * per_stage + rank].node)
-        for (owner, merges), of_owner in nodes.items():
-            parts = tuple(_trainer(config, shape, stage, layers, owner, merges))
+            nodes.setdefault((owner, rank in sending), []).append(seats.trainer[stage * per_stage + rank].node)
+        for (owner, sends), of_owner in nodes.items():
+            parts = tuple(_trainer(config, shape, stage, layers, owner, sends))
             if config.cluster.device == "cpu":  # the device is the host
                 parts = tuple(Part(part.name, host=part.host + part.device) for part in parts)
             processes.append(Memory(name=name, role="trainer", nodes=tuple(of_owner), parts=parts))
@@ -117,11 +116,11 @@ def _passing(config: Config, shape: ModelShape, store: str | None) -> Part:
 
 
 def _trainer(
-    config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int, merges: bool
+    config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int, sends: bool
 ) -> list[Part]:
     """Parts of one rank. ``owner``: 0 for the first of `slots.stage_owners`, 1 for the others, ep for no owner.
 
-    ``merges``: whether it has a share of merged weights (`slots.merging_ranks`).
+    ``sends``: whether it is among `slots.stage_sources`.
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
@@ -153,7 +152,7 @@ def _trainer(
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if stage == t.pp - 1 else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers, owner, merges)
+    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers, owner, sends)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -174,7 +173,7 @@ def _adapters(
     stage: int,
     layers: Sequence[int],
     owner: int,
-    merges: bool = False,
+    sends: bool = False,
 ) -> list[Part]:
     """Parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints, what it sends."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
@@ -208,7 +207,7 @@ def _adapters(
         bucket = slots.largest_bucket(wire, slots.bucket_bytes(config, shape), largest)
         device = on_gpu * (2 * FP32 * largest // item + (0 if over_host else STAGING_BUFFERS * bucket))
         locked = 1 << (wire - 1).bit_length() if on_gpu else wire  # page-locked: see `_base`
-        packed = Part(PACKED, device=device, host=locked) if merges else Part(PACKED)
+        packed = Part(PACKED, device=device, host=locked) if sends else Part(PACKED)
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),

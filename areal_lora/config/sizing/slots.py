@@ -28,7 +28,7 @@ from areal_lora.config.sections.task import ClientWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, MLP_LINEARS, Scope, covers
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
-from areal_lora.families.sites import Piece, adapter_size, distinct, linear_sites, pieces_of
+from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
 from areal_lora.types import ExpertLayout
 
 
@@ -315,14 +315,10 @@ def merging_ranks(shape: ModelShape, *, ranks: int, tp: int, ep: int, etp: int, 
     A replica's are one rank for each part of the experts. Those that ``tp`` divides hold dense layers.
     """
     replica = math.lcm(tp, ep * etp)
-    found, largest = ranks // replica, max(_weights(pieces_of(shape, key)) for key in linear_sites(shape))
+    pieces = (piece for key in linear_sites(shape) for piece in pieces_of(shape, key))
+    found, largest = ranks // replica, max(piece.in_features * piece.out_features for piece in pieces)
     used = min(found, max(1, min(MERGERS, WIDE // largest) // (ep * pp)))
     return [i * found // used * replica + part * etp for i in range(used) for part in range(ep)]
-
-
-def _weights(pieces: Sequence[Piece]) -> int:
-    """Numbers of the largest weight of a site."""
-    return max(piece.in_features * piece.out_features for piece in pieces)
 
 
 def stage_owners(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
@@ -376,17 +372,16 @@ def bucket_bytes(config: Config, shape: ModelShape) -> int:
 
 def largest_tensor(config: Config, shape: ModelShape, adapter: AdapterConfig, *, dense: bool = True) -> int:
     """Bytes of the largest tensor of a version, of routed experts or also of ``dense`` layers."""
-    spec, largest = adapter.spec(""), 0
-    for key in linear_sites(shape):
-        if key.covered(spec.target_modules) and (dense or key.scope is Scope.EXPERT):
-            pieces = pieces_of(shape, key)
-            sides = (spec.rank_of(p.name) * max(p.in_features, p.out_features) for p in pieces)
-            largest = max(largest, _weights(pieces) if config.rollout.adapter_mode == "merged" else max(sides))
-    return largest * DTYPE_BYTES[config.model.dtype]
+    spec, merged = adapter.spec(""), config.rollout.adapter_mode == "merged"
+    keys = [key for key in linear_sites(shape) if dense or key.scope is Scope.EXPERT]
+    pieces = (piece for key in keys if key.covered(spec.target_modules) for piece in pieces_of(shape, key))
+    sizes = ((p.in_features, p.out_features, spec.rank_of(p.name)) for p in pieces)
+    numbers = max((a * b if merged else rank * max(a, b) for a, b, rank in sizes), default=0)
+    return numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def merging_s(config: Config, shape: ModelShape, adapter: AdapterConfig) -> float:
-    """Seconds of the rank that merges most: weights go to its device and come back. 0 if none are merged."""
+    """Seconds of the rank that merges most: weights go to its device and to the host again. 0: none are merged."""
     if config.rollout.adapter_mode == "unmerged":
         return 0.0
     return 2 * max(sent_bytes(config, shape, adapter).values(), default=0) / HOST_BYTES_PER_S
