@@ -80,7 +80,7 @@ class Experts:
     normalized: bool = False  # the weights of the chosen experts always sum to 1; False: if norm_topk_prob is set
     shared: GatedMlp | None = None  # an expert that every token passes, as wide as shared_expert_intermediate_size
     shared_gate: str = "mlp.shared_expert_gate"
-    vllm_dense_key: str = ""  # vLLM 0.32 adapts dense layers of a mixture only if config.json sets this key
+    vllm_dense_key: str = ""  # vLLM 0.32 adapts dense layers of a mixture only if this key lists some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

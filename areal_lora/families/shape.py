@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.families.family import Experts, Family
-from areal_lora.families.registry import Checkpoint, family_of, read_checkpoint, rope_of, supported
+from areal_lora.families.registry import FAMILIES, Checkpoint, family_of, read_checkpoint, rope_of, supported
 from areal_lora.types import RouteShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -124,6 +124,20 @@ def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model in ``folder``. Raises like `ModelShape.from_hf` and `read_hf_config`."""
     config = read_hf_config(folder)
     return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder, config))
+
+
+def with_dense_layers(engine_args: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """``engine_args``, and the key of config.json without which vLLM adapts no dense layers of a mixture.
+
+    The model is the same: the key lists layers that are dense without it.
+    """
+    row = FAMILIES.rows.get(config.get("model_type", ""))
+    key = row.experts.vllm_dense_key if row and row.experts else ""
+    shape = ModelShape.from_hf(config) if key and not config.get(key) else None
+    if shape is None or not shape.dense_layers:
+        return dict(engine_args)
+    dense = sorted(set(range(shape.layers)) - set(shape.sparse_layers))
+    return {**engine_args, "hf_overrides": {key: dense} | engine_args.get("hf_overrides", {})}
 
 
 def longrope_context(config: Mapping[str, Any]) -> int | None:

@@ -17,9 +17,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.adapter import PRESETS
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing import memory as sizing
-from areal_lora.config.sizing.memory import GIB, device_bytes, source_ranks, version_bytes
-from areal_lora.config.sizing.slots import has_tenants, slot_count, slot_parameters, smaller_slot
+from areal_lora.config.sizing import memory as sizing, slots
+from areal_lora.config.sizing.memory import GIB, device_bytes
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.families.sites import adapter_size
@@ -85,7 +84,7 @@ def _adapters(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             f"Adapter {adapter.name}: {run.steps} steps, weight {run.weight:g}, "
             f"{100 * run.weight / weights:.0f}% of the trained tokens while all train, "
-            f"{human_bytes(version_bytes(config, shape, adapter))} ({run.wire_dtype}) a version"
+            f"{human_bytes(slots.version_bytes(config, shape, adapter))} ({run.wire_dtype}) a version"
         )
     for adapter in config.adapters:
         chosen, changed = adapter.algorithm, adapter.algorithm.changed()
@@ -149,15 +148,18 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
     remote = [spec for spec in servers if spec.node not in {rank.node for rank in ranks}]
     link = LINK_BITS / 8
     for adapter in config.adapters:
-        nbytes = version_bytes(config, plan.shape, adapter)
-        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({recorded.adapter_run(config, adapter).wire_dtype})"
+        nbytes = slots.version_bytes(config, plan.shape, adapter)
+        dtype = recorded.adapter_run(config, adapter).wire_dtype
+        line = f"Publish of {adapter.name}: {human_bytes(nbytes)} ({dtype}) a version"
+        if merging_s := slots.merging_s(config, plan.shape, adapter):
+            line += f", merged by {slots.source_ranks(config, plan.shape)} trainer ranks in about {merging_s:.2f} s"
         if not remote:
-            yield f"{line} a version; trainer and servers share a node, so no link is a bound"
+            yield f"{line}; trainer and servers share a node, so no link is a bound"
             continue
         workers = max(sum(s.node == node for s in remote) for node in {s.node for s in remote}) * config.rollout.tp
         most = workers * nbytes
         yield (
-            f"{line} a version, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
+            f"{line}, at least {nbytes / link:.2f} s at {LINK_BITS / 1e9:g} Gbit/s; "
             f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
     if config.adapters:
@@ -166,7 +168,7 @@ def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
 
 def _groups(config: Config, plan: JobPlan) -> str:
     """Number, members and formation of the broadcast groups."""
-    sources, tp = source_ranks(config, plan.shape), config.rollout.tp
+    sources, tp = slots.source_ranks(config, plan.shape), config.rollout.tp
     places = [(spec.name, f"node {spec.node}") for spec in plan.role(SERVER)]
     tree = relay_tree([ServerEndpoint(name=n, host=h, admin_port=0, data_port=0, workers=tp) for n, h in places])
     members = 1 + max(map(workers_of, tree))
@@ -186,10 +188,10 @@ def _slots(config: Config, plan: JobPlan) -> Iterator[str]:
     """The servers' slots, and what `rollout.expert_parallel` would make of them."""
     if config.rollout.adapter_mode == "merged":
         return
-    item, other = DTYPE_BYTES[config.model.dtype], smaller_slot(config, plan.shape)
+    item, other = DTYPE_BYTES[config.model.dtype], slots.smaller_slot(config, plan.shape)
     smaller = f"; {human_bytes(item * other)} with rollout.expert_parallel=true" if other else ""
-    each = item * slot_parameters(config, plan.shape)
-    yield f"Slots of a server: {slot_count(config)} of {human_bytes(each)} on each worker{smaller}"
+    each = item * slots.slot_parameters(config, plan.shape)
+    yield f"Slots of a server: {slots.slot_count(config)} of {human_bytes(each)} on each worker{smaller}"
 
 
 def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
@@ -302,7 +304,7 @@ def _sizes(config: Config, shape: ModelShape) -> Table:
     rows = [("base model (frozen)", f"{shape.parameters:,}", "", base)]
     for adapter in config.adapters:
         size = adapter_size(shape, adapter.spec(""))
-        wire = human_bytes(version_bytes(config, shape, adapter))
+        wire = human_bytes(slots.version_bytes(config, shape, adapter))
         file, names = human_bytes(4 * size.file_parameters), f"{size.names:,}"
         rows.append((f"adapter {adapter.name}: PEFT file", f"{size.file_parameters:,}", names, file))
         rows.append((f"adapter {adapter.name}: wire, each publish", f"{size.parameters:,}", f"{size.tensors:,}", wire))
@@ -316,7 +318,7 @@ def file_names(config: Config, run: RunFolder) -> list[str]:
     process = "<role>-<index>"
     files = [run.config, run.secret, run.endpoint(process), run.status(process), run.log(process), run.metrics]
     folders = [run.rollouts, run.tensorboard, run.adapter_export("<name>")]
-    keys = [run.ca, run.data_key] if not on_loopback(config.cluster.bind) or has_tenants(config) else []
+    keys = [run.ca, run.data_key] if not on_loopback(config.cluster.bind) or slots.has_tenants(config) else []
     names = [*map(str, files), *(f"{path}/" for path in folders), *map(str, [run.report, run.summary, *keys])]
     return [name.removeprefix(f"{run}/") for name in names]
 

@@ -10,7 +10,7 @@ from areal_lora.config.sections.task import DatasetTask, WordProblemsTask
 from areal_lora.config.sizing.slots import has_tenants, served_targets
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families import targets
-from areal_lora.families.family import Scope, covers
+from areal_lora.families.family import Scope
 from areal_lora.families.peft_folder import PeftFolder, misfits
 from areal_lora.families.registry import kind_of, path_of, target_of
 from areal_lora.families.shape import ModelShape
@@ -60,21 +60,13 @@ def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
 
 @of_each_adapter
 def targets_exist(config: Config, facts: Facts, adapter: AdapterConfig) -> Iterator[Finding]:
-    if (shape := facts.shape) is None or facts.hf_config is None:
+    if (shape := facts.shape) is None:
         return
-    needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
-    unmerged = config.rollout.adapter_mode == "unmerged"
-    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed) and unmerged
     try:
         found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         targets.check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
     except ConfigError as error:
         yield Finding(error.path, error.reason, error.fix)
-        return
-    if unserved and covers(found, "linear_fc1", Scope.MLP):
-        reason = f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}"
-        fix = "set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules"
-        yield Finding("target_modules", reason, fix)
 
 
 def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:

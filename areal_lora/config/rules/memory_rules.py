@@ -7,9 +7,8 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, resolve_targets, warning
 from areal_lora.config.rules.layout_rules import components_agree, most_devices, trainer_layout
 from areal_lora.config.sections.run import LINK_BITS
-from areal_lora.config.sizing import memory as sizing
+from areal_lora.config.sizing import memory as sizing, slots
 from areal_lora.config.sizing.memory import GIB, Memory
-from areal_lora.config.sizing.slots import broadcast_backend, pools_of, seats_of, shared_devices, smaller_slot
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape, saved_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network, on_loopback
@@ -44,7 +43,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     rank = max((m for m in memory if m.role == "trainer"), key=lambda m: m.device)
     replica = next(m for m in memory if m.role == "rollout")
-    if shared_devices(config):
+    if slots.shared_devices(config):
         yield from _both(config, rank, replica, limit)
     else:
         yield from _rank(config, rank, limit)
@@ -95,10 +94,10 @@ def _padded_experts(config: Config, shape: ModelShape | None) -> int:
 
 def _transfers(config: Config, shape: ModelShape) -> Iterator[Finding]:
     """A version reaches servers on other nodes within the time of an attempt, over a link that does nothing else."""
-    seats, sync = seats_of(config), config.weight_sync
+    seats, sync = slots.seats_of(config), config.weight_sync
     if {seat.node for seat in seats.servers} <= {seat.node for seat in seats.trainer}:
         return
-    least_s = 8 / LINK_BITS * max((sizing.version_bytes(config, shape, each) for each in config.adapters), default=0)
+    least_s = 8 / LINK_BITS * max((slots.version_bytes(config, shape, each) for each in config.adapters), default=0)
     if least_s >= sync.attempt_s:
         reason = f"a version takes at least {least_s:.0f} s over a link and an attempt {sync.attempt_s:g} s"
         fix = f"raise weight_sync.timeout_s to {5 * least_s:.0f}, and run.stall_s, or publish less"
@@ -107,7 +106,7 @@ def _transfers(config: Config, shape: ModelShape) -> Iterator[Finding]:
 
 def _hosts(config: Config, facts: Facts, memory: Sequence[Memory]) -> Iterator[Finding]:
     has = "cluster.slurm.mem is" if config.cluster.kind == "slurm" else "this machine has"
-    for i, pool in enumerate(pools_of(config.cluster)):
+    for i, pool in enumerate(slots.pools_of(config.cluster)):
         of_pool = "" if pool.name == "all" else f" of {pool.name}"
         limit, path, fix = _node_memory(config, facts, i)
         nodes = range(pool.first_node, pool.first_node + pool.nodes)
@@ -154,7 +153,7 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
     used, configured = config.rollout.gpu_memory_utilization, config.rollout.kv_cache_gib
     staging = sizing.staging_of(replica)
     left = limit - (int(used * limit) if configured is None else replica.device - staging)
-    if staging > left and not shared_devices(config):
+    if staging > left and not slots.shared_devices(config):
         needs = f"publishes need about {staging / GIB:.1f} GiB of a server's device"
         reason = f"{needs}, and {used:g} leaves {left / GIB:.1f} of {limit / GIB:.0f} beside vLLM's share"
         fix = "lower it, or weight_sync.bucket_mib"
@@ -167,7 +166,7 @@ def _replica(config: Config, shape: ModelShape, replica: Memory, limit: int) -> 
         if held > short:
             why = f"{why}, {held / GIB:.0f} of them for adapter slots,"
             fewer = "lower rollout.max_staleness, rollout.max_adapters or rollout.max_lora_rank"
-            fix = f"{'set rollout.expert_parallel=true' if smaller_slot(config, shape) else fewer}, {fix}"
+            fix = f"{'set rollout.expert_parallel=true' if slots.smaller_slot(config, shape) else fewer}, {fix}"
         gets = f"{used * limit / GIB:.0f} ({used:g} of {limit / GIB:.0f})"
         reason = f"a device of a server needs about {(replica.device - staging) / GIB:.0f} GiB {why} and gets {gets}"
         fix = f"{fix}rollout.gpu_memory_utilization, or lower {lower}"
@@ -204,7 +203,7 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
     cluster, rollout = config.cluster, config.rollout
     needed = devices_of(config, config.trainer.world_size, rollout.servers * rollout.tp)
     if cluster.device != "cpu":
-        for pool in pools_of(cluster):
+        for pool in slots.pools_of(cluster):
             ranks = config.trainer.world_size if "trainer" in pool.roles else 0
             served = rollout.servers * rollout.tp if "rollout" in pool.roles else 0
             declared = pool.nodes * pool.devices_per_node
@@ -217,7 +216,7 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
                 yield Finding(pool.key, reason, fix)
                 return
     try:
-        seats_of(config)
+        slots.seats_of(config)
     except ConfigError as error:
         yield Finding(error.path, error.reason, error.fix)
         return
@@ -257,6 +256,6 @@ def remote_servers_fit(config: Config, facts: Facts) -> Iterator[Finding]:
     if not on_loopback(remote.host) and remote.certificate is None:
         reason = f"the token of remote servers would be sent to {remote.host} without TLS"
         yield Finding("rollout.remote.certificate", reason, "name a PEM file, or a loopback host behind a proxy")
-    if broadcast_backend(config) != "gloo":
+    if slots.broadcast_backend(config) != "gloo":
         reason = "the gateway for remote servers receives versions in host memory"
         yield Finding("weight_sync.backend", reason, "set it to gloo")

@@ -192,7 +192,9 @@ class WeightSyncConfig(Section):
     backend: Literal["auto", "nccl", "hccl", "gloo"] = "auto"
     """What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. `auto`: that of
     `cluster.device`, and gloo where a trainer rank and a server share a device."""
-    bucket_mib: float = Field(256.0, ge=1e-4, description="Largest flat buffer of one broadcast, MiB.")
+    bucket_mib: float = Field(
+        256.0, ge=1e-4, description="Largest flat buffer of a broadcast, MiB, of all sources together."
+    )
     timeout_s: PositiveFloat = 30.0
     """Seconds for a publish, also with a second transfer. With fewer than `cluster.min_servers` members it waits four
     times as long for servers to rejoin."""

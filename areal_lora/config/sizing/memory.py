@@ -77,15 +77,16 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
     trainer = config.trainer
     per_stage = trainer.world_size // trainer.pp
     processes = []
-    for stage, layers in enumerate(_stages(config, shape)):
+    for stage, layers in enumerate(slots.stages(config, shape)):
         name = "trainer rank" if trainer.pp == 1 else f"trainer rank, stage {stage}"
-        nodes = dict[int, list[int]]()  # by ``owner`` of `_trainer`
+        nodes = dict[tuple[int, bool], list[int]]()  # by ``owner`` and ``sends`` of `_trainer`
+        sending = {rank for adapter in config.adapters for rank in slots.stage_sources(config, shape, adapter, layers)}
         for rank in range(per_stage):
             number, inner = divmod(rank, trainer.etp)
             owner = trainer.ep if inner or number >= trainer.ep else min(number, 1)
-            nodes.setdefault(owner, []).append(seats.trainer[stage * per_stage + rank].node)
-        for owner, of_owner in nodes.items():
-            parts = tuple(_trainer(config, shape, stage, layers, owner))
+            nodes.setdefault((owner, rank in sending), []).append(seats.trainer[stage * per_stage + rank].node)
+        for (owner, sends), of_owner in nodes.items():
+            parts = tuple(_trainer(config, shape, stage, layers, owner, sends))
             if config.cluster.device == "cpu":  # the device is the host
                 parts = tuple(Part(part.name, host=part.host + part.device) for part in parts)
             processes.append(Memory(name=name, role="trainer", nodes=tuple(of_owner), parts=parts))
@@ -109,21 +110,17 @@ def job_memory(config: Config, shape: ModelShape) -> tuple[Memory, ...]:
 def _passing(config: Config, shape: ModelShape, store: str | None) -> Part:
     """Versions at the gateway, whatever its servers: those of `ShardBases`, and the largest as it arrives."""
     adapters = (*config.adapters, *slots.joining_adapters(config))
-    sizes = sorted(version_bytes(config, shape, each) for each in adapters)[-slots.adapter_capacity(config) :]
+    sizes = sorted(slots.version_bytes(config, shape, each) for each in adapters)[-slots.adapter_capacity(config) :]
     bases = 0 if store or config.rollout.adapter_mode == "merged" else 2
     return Part("versions", host=bases * sum(sizes) + (2 if store else 1) * max(sizes, default=0))
 
 
-def _stages(config: Config, shape: ModelShape) -> list[list[int]]:
-    """Layers of each pipeline stage: as given, else evenly distributed, earlier stages first."""
-    t = config.trainer
-    sizes = t.pp_layers or [shape.layers // t.pp + (stage < shape.layers % t.pp) for stage in range(t.pp)]
-    owners = [i % t.pp for i, size in enumerate(sizes) for _ in range(size)]
-    return [[layer for layer, owner in enumerate(owners) if owner == stage] for stage in range(t.pp)]
+def _trainer(
+    config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int, sends: bool
+) -> list[Part]:
+    """Parts of one rank. ``owner``: 0 for the first of `slots.stage_owners`, 1 for the others, ep for no owner.
 
-
-def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int], owner: int) -> list[Part]:
-    """Parts of one rank. ``owner``: 0 for the first of `slots.stage_sources`, 1 for the others, ep for no owner.
+    ``sends``: whether it is among `slots.stage_sources`.
 
     - Base with Megatron: column-parallel and row-parallel layers are divided by tp, key/value heads are copied where
       tp exceeds them, experts are divided by ep and etp; norms and routers are whole on every rank. With FSDP: an
@@ -155,7 +152,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
     logits = min(activations.CHUNK, tokens * shape.vocab // t.tp)
     chunk = activations.chunk_bytes(logits, item) + 2 * tokens * shape.hidden * item if stage == t.pp - 1 else 0
     passes = 0.0 if on_cpu else heap * tokens * item * max(activations.pass_elements(config, shape, n) for n in layers)
-    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers, owner)
+    weights, moments, *published = _adapters(config, shape, config.adapters, stage, layers, owner, sends)
     return [
         *_base(config, shape, stage, layers),
         weights,
@@ -170,7 +167,13 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: Sequence[int
 
 
 def _adapters(
-    config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], stage: int, layers: Sequence[int], owner: int
+    config: Config,
+    shape: ModelShape,
+    adapters: Sequence[AdapterConfig],
+    stage: int,
+    layers: Sequence[int],
+    owner: int,
+    sends: bool = False,
 ) -> list[Part]:
     """Parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints, what it sends."""
     t, alone = config.trainer, config.model_copy(update={"trainer": TrainerConfig(world_size=1)})
@@ -181,11 +184,11 @@ def _adapters(
     item = DTYPE_BYTES[config.model.dtype]
     cast = item * (trained + references) if item < FP32 else 0
     sizes = {a.name: adapter_size(shape, a.spec("")).parameters for a in adapters}
-    owners = {a.name: slots.stage_sources(config, shape, a, layers) for a in adapters}
+    owners = {a.name: slots.stage_owners(config, shape, a, layers) for a in adapters}
     unique = {name: size * len(layers) // shape.layers // max(1, owners[name]) for name, size in sizes.items()}
     owned, per_stage = [a for a in adapters if owner < owners[a.name]], t.world_size // t.pp
     own = item * sum(unique[a.name] for a in owned)
-    sent = (sent_bytes(config, shape, adapter).items() for adapter in adapters)
+    sent = (slots.sent_bytes(config, shape, adapter).items() for adapter in adapters)
     wire = sum(max((nbytes for rank, nbytes in each if rank // per_stage == stage), default=0) for each in sent)
     wire = wire or item * max(unique.values(), default=0)  # the source is of another stage
     copied = sum(unique[a.name] * (3 * (1 + a.algorithm.has_critic) + a.algorithm.has_reference) for a in owned)
@@ -193,17 +196,18 @@ def _adapters(
     undivided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"tp": 1, "etp": 1})})
     received = 0.0
     for adapter in adapters:
-        packers = 1 + (config.model.dtype != "float32") + adapter.algorithm.has_critic
+        apart = config.model.dtype != "float32" or config.rollout.adapter_mode == "merged"
+        packers = 1 + apart + adapter.algorithm.has_critic
         whole = _adapter_parameters(undivided, shape, adapter, layers)
         received += (whole - held[adapter.name]) * packers
     over_host, on_gpu = slots.broadcast_backend(config) == "gloo", config.cluster.device != "cpu"
     packed = Part(PACKED, device=wire * on_gpu, host=own * over_host)
     if config.rollout.adapter_mode == "merged":
-        largest = max(p.in_features * p.out_features for k in linear_sites(shape) for p in pieces_of(shape, k))
-        bucket = max(item * largest, slots.largest_bucket(wire, config.weight_sync.bucket_bytes))
-        device = on_gpu * (2 * FP32 * largest + (0 if over_host else STAGING_BUFFERS * bucket))
+        largest = max((slots.largest_tensor(config, shape, a) for a in adapters), default=0)
+        bucket = slots.largest_bucket(wire, slots.bucket_bytes(config, shape), largest)
+        device = on_gpu * (2 * FP32 * largest // item + (0 if over_host else STAGING_BUFFERS * bucket))
         locked = 1 << (wire - 1).bit_length() if on_gpu else wire  # page-locked: see `_base`
-        packed = Part(PACKED, device=device, host=locked) if owned else Part(PACKED)
+        packed = Part(PACKED, device=device, host=locked) if sends else Part(PACKED)
     return [
         Part("adapter weights and gradients", device=int(FP32 * (2 * trained + references) + cast)),
         Part("optimizer moments", device=int(2 * FP32 * in_stage / per_stage)),
@@ -283,30 +287,6 @@ def _adapter_parameters(config: Config, shape: ModelShape, adapter: AdapterConfi
     return total
 
 
-def sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> dict[int, int]:
-    """Bytes of a version by the source rank that sends them: the first owner at each of `slots.send_places`."""
-    t, places, whole = config.trainer, slots.send_places(config), version_bytes(config, shape, adapter)
-    sources, sent = dict[int, int](), Counter[int]()
-    for stage, layers in enumerate(_stages(config, shape)):
-        owners = slots.stage_sources(config, shape, adapter, layers)
-        for owner in range(owners):
-            rank = stage * (t.world_size // t.pp) + owner * t.etp
-            source = sources.setdefault(places[rank], rank)
-            sent[source] += whole * len(layers) // shape.layers // owners
-    return sent
-
-
-def source_ranks(config: Config, shape: ModelShape) -> int:
-    """Number of trainer ranks that send tensors of an adapter: each has broadcast groups."""
-    return len(set[int]().union(*(sent_bytes(config, shape, adapter) for adapter in config.adapters)))
-
-
-def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
-    size = adapter_size(shape, adapter.spec(""))
-    numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
-    return numbers * DTYPE_BYTES[config.model.dtype]
-
-
 def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     """Parts of one replica; ``device`` bytes are of one of its ``rollout.tp`` devices.
 
@@ -330,7 +310,7 @@ def _server(config: Config, shape: ModelShape) -> tuple[Part, ...]:
     step = tokens * (4 * shape.hidden + width) * item + rollout.max_num_seqs * shape.vocab * 3 * FP32
     weights = shape.parameters * item - (linear_elements(shape) * (item - 1) if rollout.in_fp8("quantization") else 0)
     staging = staging_bytes(config, shape)
-    version = sum(version_bytes(config, shape, a) for a in config.adapters) if merged else 0
+    version = sum(slots.version_bytes(config, shape, a) for a in config.adapters) if merged else 0
     if on_cpu:
         return (
             Part("base weights", host=weights),
@@ -367,11 +347,13 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
 
     Not used where receivers read the source's memory (one machine, CPUs), which is known only at run time.
     """
-    bucket, largest = config.weight_sync.bucket_bytes, dict[int, int]()
+    bucket, largest = slots.bucket_bytes(config, shape), Counter[int]()
     for adapter in (*config.adapters, *slots.joining_adapters(config)):
-        for source, nbytes in sent_bytes(config, shape, adapter).items():
-            largest[source] = max(largest.get(source, 0), slots.largest_bucket(nbytes, bucket))
-    return STAGING_BUFFERS * (sum(largest.values()) or bucket)
+        tensors = [slots.largest_tensor(config, shape, adapter, dense=dense) for dense in (True, False)]
+        for source, nbytes in slots.sent_bytes(config, shape, adapter).items():
+            tensor = tensors[source % config.trainer.tp > 0]  # dense layers are sent by first ranks of their groups
+            largest[source] = max(largest[source], slots.largest_bucket(nbytes, bucket, tensor))
+    return STAGING_BUFFERS * (largest.total() or bucket)
 
 
 def kv_part(config: Config, shape: ModelShape) -> int:

@@ -16,6 +16,8 @@ A job has one pool, or one for each component of a heterogeneous Slurm job. Node
 - The controller is on the first node of its pool; in a job with one pool, beside trainer rank 0.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -25,8 +27,8 @@ from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.config.sections.task import ClientWorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, MLP_LINEARS, Scope, covers
-from areal_lora.families.shape import ModelShape
-from areal_lora.families.sites import distinct, linear_sites, pieces_of
+from areal_lora.families.shape import DTYPE_BYTES, ModelShape
+from areal_lora.families.sites import adapter_size, distinct, linear_sites, pieces_of
 from areal_lora.types import ExpertLayout
 
 
@@ -125,6 +127,12 @@ def joining_adapters(config: Config) -> list[AdapterConfig]:
 
 
 RAMP = 2  # doublings from the first bucket to a full one
+LEAST_BUCKET = 8 << 20  # below this latency counts; relays' buckets, which all members cut alike, are no larger
+HOST_BYTES_PER_S = 10e9  # of one pass over host memory
+MERGERS, WIDE = 8, 1 << 29
+"""Ranks that share the merging, if there are replicas: more would merge faster than a link takes it in. They are fewer
+where as many weights of the largest size have more numbers than ``WIDE``: receivers have buffers for each of them.
+"""
 
 
 def bucket_ends(nbytes: int, bucket_bytes: int) -> list[int]:
@@ -141,10 +149,15 @@ def bucket_ends(nbytes: int, bucket_bytes: int) -> list[int]:
     return [total for total in accumulate(sizes) if total]
 
 
-def largest_bucket(nbytes: int, bucket_bytes: int) -> int:
-    """Bytes of the largest bucket of a shard; 0 for an empty one."""
+def largest_bucket(nbytes: int, bucket_bytes: int, tensor_bytes: int) -> int:
+    """Bytes of the largest bucket of a shard, whose largest tensor has ``tensor_bytes``; 0 for an empty one."""
     ends = [0, *bucket_ends(nbytes, bucket_bytes)]
-    return max((b - a for a, b in pairwise(ends)), default=0)
+    return min(nbytes, max(tensor_bytes, *(b - a for a, b in pairwise(ends)))) if nbytes else 0
+
+
+def bucket_of(bucket_bytes: int, sources: int) -> int:
+    """The largest bucket of one of ``sources`` that send at once: receivers have buffers for each."""
+    return max(bucket_bytes // max(sources, 1), min(bucket_bytes, LEAST_BUCKET))
 
 
 ALL_ROLES: tuple[Role, ...] = ("trainer", "rollout", "controller")
@@ -296,8 +309,85 @@ def send_places(config: Config) -> tuple[int, ...]:
     return tuple(seat.node for seat in seats_of(config).trainer)
 
 
-def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
+def merging_ranks(shape: ModelShape, *, ranks: int, tp: int, ep: int, etp: int, pp: int) -> list[int]:
+    """Ranks of a stage of ``ranks`` that merge, by number in it: evenly distributed replicas of all it holds.
+
+    A replica's are one rank for each part of the experts. Those that ``tp`` divides hold dense layers.
+    """
+    replica = math.lcm(tp, ep * etp)
+    pieces = (piece for key in linear_sites(shape) for piece in pieces_of(shape, key))
+    found, largest = ranks // replica, max(piece.in_features * piece.out_features for piece in pieces)
+    used = min(found, max(1, min(MERGERS, WIDE // largest) // (ep * pp)))
+    return [i * found // used * replica + part * etp for i in range(used) for part in range(ep)]
+
+
+def stage_owners(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:
     """Ranks of a stage that own tensors of ``adapter``: one, or each expert-parallel rank where experts are apart."""
     keys = [key for key in linear_sites(shape) if key.layer in layers and key.covered(adapter.target_modules)]
     apart = adapter.expert_layout is not ExpertLayout.SHARED and any(key.scope is Scope.EXPERT for key in keys)
     return config.trainer.ep if apart else min(1, len(keys))
+
+
+def stage_sources(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> list[int]:
+    """Ranks of a stage, by number in it, that own tensors of ``adapter``, or share the weights that it changes."""
+    t, owners = config.trainer, stage_owners(config, shape, adapter, layers)
+    if config.rollout.adapter_mode == "unmerged" or not owners:
+        return [part * t.etp for part in range(owners)]
+    ranks = merging_ranks(shape, ranks=t.world_size // t.pp, tp=t.tp, ep=t.ep, etp=t.etp, pp=t.pp)
+    sparse = set(layers) & set(shape.sparse_layers)
+    routed = sparse and any(covers(adapter.target_modules, linear, Scope.EXPERT) for linear in MLP_LINEARS)
+    return [rank for rank in ranks if routed or rank % t.tp == 0]
+
+
+def stages(config: Config, shape: ModelShape) -> list[list[int]]:
+    """Layers of each pipeline stage: as given, else evenly distributed, earlier stages first."""
+    t = config.trainer
+    sizes = t.pp_layers or [shape.layers // t.pp + (stage < shape.layers % t.pp) for stage in range(t.pp)]
+    owners = [i % t.pp for i, size in enumerate(sizes) for _ in range(size)]
+    return [[layer for layer, owner in enumerate(owners) if owner == stage] for stage in range(t.pp)]
+
+
+def sent_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> dict[int, int]:
+    """Bytes of a version by the source rank that sends them: the first owner at each of `send_places`."""
+    t, places, whole = config.trainer, send_places(config), version_bytes(config, shape, adapter)
+    sources, sent = dict[int, int](), Counter[int]()
+    for stage, layers in enumerate(stages(config, shape)):
+        owners = stage_sources(config, shape, adapter, layers)
+        for owner in owners:
+            rank = stage * (t.world_size // t.pp) + owner
+            source = sources.setdefault(places[rank], rank)
+            sent[source] += whole * len(layers) // shape.layers // len(owners)
+    return sent
+
+
+def source_ranks(config: Config, shape: ModelShape) -> int:
+    """Number of trainer ranks that send tensors of an adapter: each has broadcast groups."""
+    return len(set[int]().union(*(sent_bytes(config, shape, adapter) for adapter in config.adapters)))
+
+
+def bucket_bytes(config: Config, shape: ModelShape) -> int:
+    """The largest bucket of each source, if no tensor is larger."""
+    return bucket_of(config.weight_sync.bucket_bytes, source_ranks(config, shape))
+
+
+def largest_tensor(config: Config, shape: ModelShape, adapter: AdapterConfig, *, dense: bool = True) -> int:
+    """Bytes of the largest tensor of a version, of routed experts or also of ``dense`` layers."""
+    spec, merged = adapter.spec(""), config.rollout.adapter_mode == "merged"
+    keys = [key for key in linear_sites(shape) if dense or key.scope is Scope.EXPERT]
+    pieces = (piece for key in keys if key.covered(spec.target_modules) for piece in pieces_of(shape, key))
+    sizes = ((p.in_features, p.out_features, spec.rank_of(p.name)) for p in pieces)
+    numbers = max((a * b if merged else rank * max(a, b) for a, b, rank in sizes), default=0)
+    return numbers * DTYPE_BYTES[config.model.dtype]
+
+
+def merging_s(config: Config, shape: ModelShape, adapter: AdapterConfig) -> float:
+    """Seconds of the rank that merges most: weights go to its device and to the host again. 0: none are merged."""
+    if config.rollout.adapter_mode == "unmerged":
+        return 0.0
+    return 2 * max(sent_bytes(config, shape, adapter).values(), default=0) / HOST_BYTES_PER_S
+
+
+def version_bytes(config: Config, shape: ModelShape, adapter: AdapterConfig) -> int:
+    size = adapter_size(shape, adapter.spec(""))
+    numbers = size.weights if config.rollout.adapter_mode == "merged" else size.parameters
+    return numbers * DTYPE_BYTES[config.model.dtype]

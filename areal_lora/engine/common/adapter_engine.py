@@ -330,7 +330,7 @@ class AdapterEngine:
 
     def merged_layout(self, adapter: str, dtype: str) -> AdapterLayout:
         """The layout of the weights that the adapter changes (not collective, equal on all ranks)."""
-        return merged_layout(self.adapter_layout(adapter), dtype)
+        return merged_layout(self.resident(adapter).memory.layout("float32", spread=True), dtype)
 
     def pack_merged(self, adapter: str, loss: CastLoss, flat: Tensor) -> Iterator[int]:
         """Fill ``flat`` (uint8, host) with this rank's shard of `merged_layout` in ``loss.dtype``, as the adapter is.
@@ -339,12 +339,13 @@ class AdapterEngine:
         counts what the cast loses. Collective like `pack_adapter`, but only until the call returns: the iterator
         reads no tensor of the model that trains. Raises UnknownTensorError for a base folder that does not fit.
         """
+        memory = self.resident(adapter).memory
         if adapter not in self._merged:
-            folder, held = ModelFolder.of(self._base), DTYPES[self._base.dtype]
-            self._merged[adapter] = MergedShard(folder, self.adapter_layout(adapter), self.rank, held, self.device)
+            folder, layout = ModelFolder.of(self._base), memory.layout("float32", spread=True)
+            self._merged[adapter] = MergedShard(folder, layout, self.rank, DTYPES[self._base.dtype], self.device)
         # All of the adapter before the first weight: what is sent must not depend on when the iterator runs.
-        tensors = dict(self.export_adapter(adapter)) | self.resident(adapter).memory.shared_tensors()
-        return self._merged[adapter].fill(tensors, flat, loss)
+        tensors = dict(memory.packer("float32", spread=True).tensors(memory.weights, self._model.groups))
+        return self._merged[adapter].fill(tensors | memory.shared_tensors(), flat, loss)
 
     def export_adapter(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
         """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order.

@@ -56,8 +56,8 @@ class AdapterMemory:
         self.weights = torch.zeros(self.arena.size, device=device)
         self.cast = self.weights if dtype is torch.float32 else torch.zeros_like(self.weights, dtype=dtype)
         self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
-        self._layouts: dict[str, AdapterLayout] = {}
-        self._packers: dict[str, Packer] = {}
+        self._layouts: dict[tuple[str, bool], AdapterLayout] = {}
+        self._packers: dict[tuple[str, bool], Packer] = {}
 
     @cached_property
     def groups(self) -> int:
@@ -109,11 +109,11 @@ class AdapterMemory:
         numbers = torch.tensor(sites, device=self.weights.device)
         return ExpertLora(*self.parameters(bank, None if bank.experts else 0), scale, numbers)
 
-    def layout(self, dtype: str) -> AdapterLayout:
-        """The wire layout, equal on every rank (not collective)."""
-        if dtype not in self._layouts:
-            self._layouts[dtype] = wire_layout(self.model, self.spec, dtype)
-        return self._layouts[dtype]
+    def layout(self, dtype: str, *, spread: bool = False) -> AdapterLayout:
+        """The wire layout (see `wire_layout`), equal on every rank (not collective)."""
+        if (dtype, spread) not in self._layouts:
+            self._layouts[dtype, spread] = wire_layout(self.model, self.spec, dtype, spread=spread)
+        return self._layouts[dtype, spread]
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
@@ -126,10 +126,11 @@ class AdapterMemory:
                 found[name] = self.weights[at:][: math.prod(shape)].view(shape).to("cpu", copy=True)
         return found
 
-    def packer(self, dtype: str) -> "Packer":
-        if dtype not in self._packers:
-            self._packers[dtype] = Packer(self, self.layout(dtype), strided=self.weights.device.type != "cpu")
-        return self._packers[dtype]
+    def packer(self, dtype: str, *, spread: bool = False) -> "Packer":
+        if (dtype, spread) not in self._packers:
+            layout = self.layout(dtype, spread=spread)
+            self._packers[dtype, spread] = Packer(self, layout, strided=self.weights.device.type != "cpu")
+        return self._packers[dtype, spread]
 
     @cached_property
     def held(self) -> tuple[list[str], TensorBlocks]:

@@ -31,6 +31,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from areal_lora.config.models import TrainerConfig
+from areal_lora.config.sizing.slots import merging_ranks
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import ModelShape
@@ -254,6 +255,19 @@ class ShardedModel:
 
     def pieces(self, key: SiteKey) -> list[Piece]:
         return pieces_of(self.shape, key)
+
+    def merging_ranks(self) -> list[int]:
+        """The ranks of the first stage that merge weights; those of others have as many."""
+        where = self.layout
+        sizes = {"tp": where.tp, "ep": where.ep, "etp": where.etp, "pp": where.pp}
+        return merging_ranks(self.shape, ranks=where.ranks_per_stage, **sizes)
+
+    def holders(self, key: SiteKey, ranks: Sequence[int]) -> list[int]:
+        """The ranks of the stage, among its ``ranks`` by number, that have a site's adapter or gather it."""
+        where, first = self.layout, self.layout.owner(key.layer, None)
+        if key.expert is not None:
+            return [first + rank for rank in ranks if key.expert in where.experts_of(rank)]
+        return [first + rank for rank in ranks if is_routed(key.scope) or rank % where.tp == 0]
 
     def head(self, spec: AdapterSpec) -> dict[str, tuple[int]]:
         """Shapes of the value head's tensors by wire name; none if the adapter has no value head."""

@@ -13,11 +13,13 @@ Merged weights of an adapter: the layout of a version that travels as weights, a
 
 The base comes from the folder that every rank has loaded it from. So nothing here touches the model that trains, the
 sum is the same for every parallel layout and engine, and each version is computed from the base, never from the version
-before. A weight is sent by the rank that sends the module's lora_B, or its lora_A where experts share one lora_B: the
-rank that has the expert. What experts share is in the memory of every such rank.
+before. Replicas share the weights (`slots.merging_ranks`), site by site, by their bytes. A weight is sent by the rank
+that has the module's lora_B in this layout, or its lora_A where experts share one lora_B: one that holds the expert.
+What experts share is in the memory of every such rank.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,16 +55,24 @@ class PackPlan:
     space: int
 
 
-def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLayout:
-    """Senders, tensors and aliases: the same on every rank without communication."""
+def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str, *, spread: bool = False) -> AdapterLayout:
+    """Senders, tensors and aliases: the same on every rank without communication.
+
+    ``spread``: those of the ranks that merge; else the lowest that holds a tensor sends it.
+    """
     owned: dict[int, list[tuple[str, Shape]]] = {}
+    ranks, load = model.merging_ranks() if spread else [], Counter[int]()
     aliases: dict[str, str] = {}
     for key in model.sites(spec):
         pieces = model.pieces(key)
         shapes, shared = wire_names(pieces)
         rank = spec.rank_of(pieces[0].name)
         aliases |= shared
-        owned.setdefault(model.layout.owner(key.layer, key.expert), []).extend(
+        owner = model.layout.owner(key.layer, key.expert)
+        if spread:
+            owner = min(model.holders(key, ranks), key=load.__getitem__)
+            load[owner] += sum((1 + len(p.aliases)) * p.in_features * p.out_features for p in pieces)
+        owned.setdefault(owner, []).extend(
             (name, tuple(rank if n < 0 else n for n in shape)) for name, shape in shapes.items()
         )
     if head := model.head(spec):
@@ -74,7 +84,7 @@ def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: Adapter
     """Plan how ``rank`` fills its shard of ``layout``; an empty plan for a rank without a shard."""
     arena = arrange(model, spec, rank)
     offsets = {t.name: t.offset for shard in layout.shards if shard.source == rank for t in shard.tensors}
-    mine = [site for site in _sites(arena.banks) if model.layout.owner(site[1].layer, site[1].expert) == rank]
+    mine = [site for site in _sites(arena.banks) if _own(model.pieces(site[1])[0]) in offsets]
     others: dict[Range, int] = {}
     space = arena.size
     for split in sorted({bank.split for bank, _, _ in mine}):
@@ -141,6 +151,11 @@ def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> "Iterator[tup
     for name, (size,) in model.head(spec).items():
         yield name, _run(None, at, 0, size)
         at += size
+
+
+def _own(piece: Piece) -> str:
+    """A tensor that the site has for itself, whatever its experts share."""
+    return piece.lora_a if piece.b_of else piece.lora_b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

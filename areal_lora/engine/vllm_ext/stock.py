@@ -20,7 +20,11 @@ from areal_lora.config.rules.adapter_rules import VLLM_LORA_RANKS
 from areal_lora.data.prompts import keep_byte_level
 from areal_lora.engine.vllm_ext.server.main import set_environment
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_
-from areal_lora.families.peft_folder import CONFIG_FILE
+from areal_lora.families.family import Scope
+from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
+from areal_lora.families.registry import target_of
+from areal_lora.families.safetensors_head import read_head
+from areal_lora.families.shape import read_hf_config, with_dense_layers
 from areal_lora.processes.startup import die_with_parent
 from areal_lora.run_folder.paths import RunFolder
 
@@ -41,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             fix = "install it there, or set rollout.python to the rollout role's interpreter"
             raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
         set_environment(config)
-        rank = lora_rank(Path(word.partition("=")[2]) for word in args.lora)
-        words = stock_arguments(config, args.lora, args.port, rank)
+        folders = [Path(word.partition("=")[2]) for word in args.lora]
+        check_experts(folders)
+        rank = lora_rank(folders)
+        served = with_dense_layers(config.rollout.engine_args, read_hf_config(Path(config.model.folder)))
+        rollout = config.rollout.model_copy(update={"engine_args": served})
+        words = stock_arguments(config.model_copy(update={"rollout": rollout}), args.lora, args.port, rank)
         from areal_lora.engine.vllm_ext.compat.engine import fork_engines  # imports vLLM
         from areal_lora.engine.vllm_ext.server import tool_calls
 
@@ -57,6 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [MODULE, *words]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
     return 0
+
+
+def check_experts(folders: Iterable[Path]) -> None:
+    """Raise ConfigError for an adapter of some projections of its experts: vLLM ends with a bare assertion."""
+    for folder in folders:
+        with (folder / TENSOR_FILE).open("rb") as file:
+            modules = (name.partition(".lora_")[0] for name in read_head(file)[0])
+            found = {target[0] for target in map(target_of, modules) if target and target[1] is Scope.EXPERT}
+        if len(found) == 1:
+            reason = f"vLLM's own server takes adapters of all projections of experts; this one has {found.pop()} alone"
+            raise ConfigError("adapters.target_modules", reason, "merge the adapter into its base: areal-lora merge")
 
 
 def lora_rank(folders: Iterable[Path]) -> int:

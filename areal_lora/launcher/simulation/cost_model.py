@@ -25,7 +25,7 @@ from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.weight_sync.link.relays import RELAYED_BYTES, REQUEST_S, RelayGroup, workers_of
 from areal_lora.weight_sync.messages import ServerEndpoint
 
-FLOPS_PER_S, BYTES_PER_S, HOST_BYTES_PER_S = 600e12, 3.35e12, 10e9
+FLOPS_PER_S, BYTES_PER_S = 600e12, 3.35e12
 HOP_S = 50e-6  # of a chunk for one member of a ring
 FIRST = 2
 """First steps of a run, which do not count: they compile, and wait for the first answers."""
@@ -37,7 +37,7 @@ class CostModel:
 
     ``trained_token_s`` are those of one trainer rank, a group's prompt counted once. Answers are lognormal with
     ``sigma``, cut at ``longest`` tokens. ``sources`` trainer ranks send ``nbytes``, at ``link_s`` seconds a byte (0:
-    over no link). The KV cache of a server holds ``kv_tokens``.
+    over no link), and merge before for ``merge_s``. The KV cache of a server holds ``kv_tokens``.
     """
 
     read_s: float
@@ -55,6 +55,7 @@ class CostModel:
     activate_s: float
     bucket_bytes: int = 0
     probe_s: float = 0.0
+    merge_s: float = 0.0
     kv_tokens: float = math.inf
 
     def resident(self, config: Config) -> float:
@@ -125,7 +126,7 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
     """
     adapter, tp, algorithm = config.adapters[0], config.rollout.tp, config.adapters[0].algorithm
     sizes, longest = PassSizes.of(shape, adapter.spec("")), adapter.sampling.max_new_tokens
-    nbytes, seats = memory.version_bytes(config, shape, adapter), slots.seats_of(config)
+    nbytes, seats = slots.version_bytes(config, shape, adapter), slots.seats_of(config)
     n, prompt = adapter.sampling.n_samples, longest // 2
     answer = longest - prompt
     tokens, read, pairs = prompt + n * answer, n * answer, prompt**2 // 2 + n * answer * (prompt + answer // 2)
@@ -151,11 +152,12 @@ def arithmetic(config: Config, shape: ModelShape) -> CostModel:
         sigma=0.8,
         longest=longest,
         nbytes=nbytes,
-        sources=memory.source_ranks(config, shape),
+        sources=slots.source_ranks(config, shape),
         link_s=8 / LINK_BITS if remote else 0.0,
         tree=slots.broadcast_backend(config) == "gloo",
-        activate_s=nbytes / HOST_BYTES_PER_S,
-        bucket_bytes=config.weight_sync.bucket_bytes,
+        activate_s=nbytes / slots.HOST_BYTES_PER_S,
+        bucket_bytes=slots.bucket_bytes(config, shape),
+        merge_s=slots.merging_s(config, shape, adapter),
         kv_tokens=math.inf if kv_tokens is None else kv_tokens,
     )
 
@@ -202,6 +204,7 @@ def scaled(
         trained_token_s=costs.trained_token_s * trained_s * config.trainer.world_size / computed / own.trained_token_s,
         activate_s=phases_s("stage", "commit"),
         probe_s=phases_s("probe"),
+        merge_s=costs.merge_s / own.merge_s * phases_s("pack") if own.merge_s else costs.merge_s,
     )
 
 

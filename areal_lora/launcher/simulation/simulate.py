@@ -256,7 +256,8 @@ class _World:
     async def _publish(self, version: int) -> None:
         """Attempts until all members that remain serve the version. `Leader` sends, the judgement is its own."""
         sync, costs, ref = self.config.weight_sync, self.costs, AdapterRef(name=self.name, version=version)
-        progress, phases, move = decisions.Progress(), dict[str, float](), decisions.Move.RETRY
+        progress, phases, move = decisions.Progress(), {"pack": costs.merge_s}, decisions.Move.RETRY
+        await asyncio.sleep(costs.merge_s)  # no time-out counts it
 
         async def spend(phase: str, seconds: float) -> None:
             phases[phase] = phases.get(phase, 0.0) + seconds
@@ -286,9 +287,8 @@ class _World:
             findings = self._findings(dead, without)
             judgement = progress.judge(findings, now=self.loop.time(), timeout_s=sync.timeout_s)
             self._exclude(judgement)
-            move = progress.move(
-                findings, judgement, enough=True, left_s=sync.timeout_s - sum(phases.values()), ping_s=sync.ping_s
-            )
+            left_s = sync.timeout_s + costs.merge_s - sum(phases.values())
+            move = progress.move(findings, judgement, enough=True, left_s=left_s, ping_s=sync.ping_s)
         if move is not decisions.Move.FINISH:
             raise PublishError(f"{ref} did not reach all servers within {sync.timeout_s:g} s")
         await spend("probe", costs.requests_s(self.tree) + costs.probe_s)
@@ -384,7 +384,7 @@ def tables(report: SimulationReport) -> Iterator[Table]:
         rows.append(("steps that this costs", f"{later_s * run.steps_per_hour / 3600:.1f}"))
         rows.append(("longest step then", f"{max(b - a for a, b in pairwise(after.taken_s)):.1f} s"))
     yield make_table(f"Simulated, {len(run.taken_s)} steps", ("figure", "value"), rows)
-    phases = {phase: run.phase_s(phase) for phase in ("form", "announce", "wire", "activate", "probe", "all")}
+    phases = {phase: run.phase_s(phase) for phase in ("pack", "form", "announce", "wire", "activate", "probe", "all")}
     lines = [(phase, f"{1e3 * p50:,.0f}", f"{1e3 * p99:,.0f}") for phase, (p50, p99) in phases.items()]
     yield make_table("Publish, ms", ("phase", "p50", "p99"), lines, right=("p50", "p99"))
     columns = ("trainer ranks", "servers", "steps per hour", "trainer idle", "servers idle")

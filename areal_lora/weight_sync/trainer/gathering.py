@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ArealLoraError
-from areal_lora.weight_sync.layout import AdapterLayout, Payload, ShardLayout, make_layout
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, make_layout
 from areal_lora.weight_sync.trainer.publish_job import Pack
 
 LAYOUTS = 16
@@ -51,10 +51,8 @@ class PlaceGather:
     def of(self, layout: AdapterLayout, pack: Pack) -> tuple[AdapterLayout, Pack]:
         """The layout that sources send, and what packs this rank's shard of it, from those of the owners.
 
-        That pack is collective over the ranks at this place. Merged weights stay with their owners, on the host.
+        That pack is collective over the ranks at this place.
         """
-        if layout.payload is Payload.MERGED:
-            return layout, pack
         owned = {shard.source: shard for shard in layout.shards if shard.source in self._ranks}
         if len(owned) > 1:
             pack = partial(self._gathered, owned, pack)

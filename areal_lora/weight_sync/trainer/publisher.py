@@ -28,6 +28,7 @@ import torch
 
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.config.sizing.slots import bucket_of
 from areal_lora.distributed.store import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.platforms.device import lane_of, select_device
@@ -244,8 +245,11 @@ class Publisher:
         if not job.met:
             if (merging := job.merging) is not None:  # beside training; and before any time-out starts
                 job.merging, lane = None, lane_of(self._device)
-                with lane.queue() if lane is not None else nullcontext():
-                    self._pack(job, lambda _: merging)
+                try:
+                    with lane.queue() if lane is not None else nullcontext():
+                        self._pack(job, lambda _: merging)
+                except Exception:  # fault boundary: the other ranks wait for this one, whose failure ends the publish
+                    log.exception("merging of %s", job.ref)
             self._agree(None)  # the main threads of the ranks start it at different times: no budget bounds that
             job.met = True
         job.budget.restart()
@@ -345,13 +349,14 @@ class Publisher:
         """The store of ``group``; None unless this rank is a source and the group has members."""
         if self._exchange.rank not in attempt.sources or not group.members:
             return None
+        bucket = bucket_of(self._config.bucket_bytes, len(attempt.sources))
         return GroupListener(
             source=self._exchange.rank,
             bind=self._bind,
             receivers=[f"worker {w} of {s.name} ({s.host})" for s in group.members for w in range(s.workers)],
             backend=self._backend,
             timeout_s=deadline - time.monotonic(),
-            bucket_bytes=self._config.bucket_bytes if attempt.shared else min(self._config.bucket_bytes, RELAYED_BYTES),
+            bucket_bytes=bucket if attempt.shared else min(bucket, RELAYED_BYTES),
             secret=self._secret,
             device=self._device,
         )

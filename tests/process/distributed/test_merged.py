@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ EVERY = [
     Case("ep4, lora_A of gate and up shared", 4, f"moe{OUTER}", ep=4),
     Case("ep2 etp2, lora_A of gate and up shared", 4, f"moe{OUTER}", ep=2, etp=2, tp=2),
     Case("fsdp4, lora_A of gate and up shared", 4, f"moe{OUTER}", engine="fsdp"),
+    Case("tp2, two replicas", 4, f"moe{OUTER}", tp=2),
+    Case("ep2, two replicas", 4, f"moe{SHARED}", ep=2),
+    Case("tp2 pp2", 4, "moe", tp=2, pp=2),
 ]
 
 
@@ -37,6 +41,7 @@ def kinds(case: Case) -> Iterator[object]:
     """What a sample has at least one layout of."""
     yield case.expert_layout
     yield case.engine, case.world
+    yield "replicas of", case.tp, case.world // math.lcm(case.tp, case.ep * case.etp) > case.pp
     yield from (name for name, n in (("tp", case.tp), ("ep", case.ep), ("etp", case.etp)) if n > 1)
 
 
@@ -75,6 +80,23 @@ def test_every_weight_is_what_a_float64_oracle_says(world: World, case: Case) ->
             delta = ALPHA / RANK * b.astype(np.float64) @ a.astype(np.float64)
             assert np.abs(delta).max() > 0.01
             assert np.abs(weight - (base[name].astype(np.float64) + delta)).max() < 1e-6, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_layout_sends_the_same_numbers_from_all_of_its_ranks(world: World, case: Case) -> None:
+    """Bit for bit those of another layout with the same adapter; ranks that hold the same share the weights."""
+    _, seen = world
+    by_rank = [sum(w.nbytes for w in rank["weights"][0].values()) for rank in seen[case.name]]
+    senders = case.ep * case.world // math.lcm(case.tp, case.ep * case.etp)
+    assert sum(nbytes > 0 for nbytes in by_rank) == senders
+    assert max(by_rank) < 1.3 * sum(by_rank) / senders
+    for other in (other for other in CASES if other.expert_layout == case.expert_layout):
+        for seed in range(SEEDS):
+            mine, theirs = (
+                {n: w.tobytes() for rank in seen[c.name] for n, w in rank["weights"][seed].items()}
+                for c in (case, other)
+            )
+            assert mine == theirs
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

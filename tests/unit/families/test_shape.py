@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lora.families.registry import PUBLISHED, known_config, unsupported
-from areal_lora.families.shape import ModelShape
+from areal_lora.families.shape import ModelShape, with_dense_layers
 from tests.support.paths import TINY_MODEL
 
 
@@ -68,3 +68,24 @@ def test_mixture_without_expert_count_is_incomplete() -> None:
     del config["num_experts"]
     with pytest.raises(KeyError):
         ModelShape.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "found"),
+    [
+        ({}, {}, {}),
+        ({"decoder_sparse_step": 2}, {"x": 1}, {"x": 1, "hf_overrides": {"mlp_only_layers": [0, 2]}}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {}, {}),
+        ({"decoder_sparse_step": 2}, {"hf_overrides": {"x": 1}}, {"hf_overrides": {"mlp_only_layers": [0, 2], "x": 1}}),
+        ({"model_type": "qwen3"}, {"hf_overrides": {"x": 1}}, {"hf_overrides": {"x": 1}}),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 2}, {}, {}),
+        ({"model_type": "of no row"}, {}, {}),
+    ],
+)
+def test_vllm_is_told_of_dense_layers_that_config_json_has_by_a_step(
+    changed: dict[str, object], given: dict[str, object], found: dict[str, object]
+) -> None:
+    hf = json.loads((TINY_MODEL / "config.json").read_text()) | {"num_hidden_layers": 4, "mlp_only_layers": []}
+    assert with_dense_layers(given, hf | changed) == found
+    shapes = [ModelShape.from_hf(hf | changed | more) for more in (found.get("hf_overrides", {}), {})] if found else []
+    assert not shapes or shapes[0].sparse_layers == shapes[1].sparse_layers, "the model is the same"

@@ -11,7 +11,7 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.sizing.memory import version_bytes
+from areal_lora.config.sizing.slots import version_bytes
 from areal_lora.errors import ConfigError
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import saved_bytes

@@ -34,7 +34,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
-from areal_lora.families.shape import longrope_context, read_hf_config, read_shape
+from areal_lora.families.shape import longrope_context, read_hf_config, read_shape, with_dense_layers
 from areal_lora.processes import shared_memory
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import MOST_KEPT, ExpertLayout
@@ -81,7 +81,8 @@ def engine_context(longest: int, hf_config: Mapping[str, Any]) -> int:
 def engine_args(config: Config) -> AsyncEngineArgs:
     """Derive vLLM's arguments; reads config.json. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
-    longest = engine_context(rollout.max_model_len, read_hf_config(Path(config.model.folder)))
+    hf_config = read_hf_config(Path(config.model.folder))
+    longest = engine_context(rollout.max_model_len, hf_config)
     targets = list(slots.served_targets(config))
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
@@ -137,7 +138,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         max_logprobs=MOST_KEPT,
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
-        **(extra | rollout.engine_args),
+        **(extra | with_dense_layers(rollout.engine_args, hf_config)),
     )
 
 

@@ -55,6 +55,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {  # test_server does the same fo
     "mistral tp2": ("mistral", {"tp": 2}),
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
     "mixtral tp2 ep2": ("mixtral", {"tp": 2, "expert_parallel": True}),
+    "qwen3_moe with dense layers": ("qwen3_moe by step", {}),
 }
 SERVERS = dict(
     sample(EVERY.items(), 0, lambda named: [named[0] if named[1][0] in ("qwen2_moe", "mixtral") else "dense"])

@@ -58,6 +58,12 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen3_moe by step": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 2,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 6,
@@ -104,7 +110,7 @@ def make_model(folder: Path, family: str = "qwen3_moe") -> Path:
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    config = CONFIG_MAPPING[family](**(sizes | FAMILIES[family]))
+    config = CONFIG_MAPPING[family.partition(" ")[0]](**(sizes | FAMILIES[family]))
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 

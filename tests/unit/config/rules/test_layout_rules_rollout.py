@@ -74,16 +74,6 @@ def test_merged_rollouts_have_no_cache_of_another_version_to_keep() -> None:
     assert merged("rollout.in_flight=interrupt") == {}
 
 
-def test_merged_rollouts_are_proposed_where_vllm_has_no_lora() -> None:
-    """Dense layers among sparse ones, without the key that makes vLLM adapt them."""
-    dense = {"decoder_sparse_step": 2, "mlp_only_layers": []}
-    config = load_config(FILES, [])
-    facts = Facts(hf_config=read_hf_config(EXAMPLES / "tiny_model") | dense)
-    (finding,) = [f for f in check(config, facts) if f.path == "adapters.0.target_modules"]
-    assert "rollout.adapter_mode=merged" in finding.fix
-    assert "adapters.0.target_modules" not in merged(**dense)
-
-
 def test_servers_must_hold_all_adapters_of_the_list() -> None:
     config = load_config(FILES, ["rollout.max_adapters=1"])
     assert [f for f in check(config, Facts(hf_config=None)) if f.path == "rollout.max_adapters"] == []

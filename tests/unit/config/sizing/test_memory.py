@@ -18,19 +18,10 @@ from areal_lora.config.rules.memory_rules import slurm_bytes
 from areal_lora.config.sections.run import ServiceConfig
 from areal_lora.config.sections.task import BuiltInReward
 from areal_lora.config.sizing.activations import in_flight, layer_elements, pass_elements
-from areal_lora.config.sizing.memory import (
-    GIB,
-    PACKED,
-    Memory,
-    Part,
-    job_memory,
-    sent_bytes,
-    source_ranks,
-    staging_bytes,
-)
-from areal_lora.config.sizing.slots import seats_of, send_places
+from areal_lora.config.sizing.memory import GIB, PACKED, Memory, Part, job_memory, staging_bytes
+from areal_lora.config.sizing.slots import bucket_of, seats_of, send_places, sent_bytes, source_ranks
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.transfer_plan import pack_plan, wire_layout
+from areal_lora.engine.common.transfer_plan import merged_layout, pack_plan, wire_layout
 from areal_lora.engine.layers.active import Dropout
 from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
@@ -439,6 +430,9 @@ def test_what_does_not_fit(overrides: list[str], key: str, severity: Severity, w
     assert (findings[key].severity, words in findings[key].reason) == (severity, True), findings
 
 
+MERGED = "rollout.adapter_mode=merged"
+
+
 def test_smaller_buckets_need_less_host_memory_than_a_node_has() -> None:
     crowded, fits = (
         check(
@@ -473,6 +467,53 @@ def test_staging_is_what_the_layout_of_the_wire_asks_for() -> None:
     assert gloo.host == pytest.approx(2 * RING * sum(longest), rel=0.03), "page-locked, of two workers"
 
 
+FSDP = ["trainer.engine=fsdp", "trainer.tp=1", "trainer.ep=1"]
+PP8 = [f"trainer.pp_layers={STAGES}", "trainer.tp=4", "trainer.pp=8", "trainer.world_size=256", "cluster.nodes=64"]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "sources"),
+    [
+        ("Qwen/Qwen3-30B-A3B", [*FSDP, "trainer.world_size=8"], list(range(8))),
+        ("Qwen/Qwen3-30B-A3B", [*FSDP, "trainer.world_size=32", "cluster.nodes=8"], list(range(0, 32, 4))),
+        ("Qwen/Qwen3-30B-A3B", [*FSDP, "trainer.world_size=12", "cluster.nodes=8"], [0, 1, 3, 4, 6, 7, 9, 10]),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.tp=4", "trainer.ep=1"], [0, 4, 8, 12]),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.tp=2", "trainer.ep=2"], list(range(16))[::4] + list(range(16))[1::4]),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.tp=2", "trainer.ep=2", ATTENTION], [0, 4, 8, 12]),
+        ("Qwen/Qwen3-30B-A3B", ["trainer.etp=2", "trainer.tp=2", "trainer.ep=4"], [0, 2, 4, 6, 8, 10, 12, 14]),
+        ("Qwen/Qwen3-30B-A3B", ["adapters.0.expert_layout=shared"], list(range(8))),
+        ("Qwen/Qwen3-235B-A22B", [*FSDP, "trainer.world_size=32", "cluster.nodes=12"], list(range(0, 32, 4))),
+        ("Qwen/Qwen3-235B-A22B", PP8, [32 * stage + part for stage in range(8) for part in range(8)]),
+        ("Qwen/Qwen3-32B", [*FSDP], [0, 4, 8, 12]),
+        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.tp=8", "trainer.ep=1"], [0, 8]),
+        ("Qwen/Qwen2.5-72B-Instruct", ["trainer.ep=1", "trainer.pp=2"], [0, 8]),
+    ],
+)
+def test_replicas_share_merged_weights_by_their_bytes(model: str, overrides: list[str], sources: list[int]) -> None:
+    """Sources, bytes and rings of the plan are those of the layout, whose largest share is about the mean."""
+    shape, config = ModelShape.from_hf(known_config(model) or {}), load_config([MOE], [MERGED, *overrides])
+    parallel = ParallelLayout.of(config.trainer, layers=shape.layers, experts=shape.experts)
+    sharded, [adapter] = ShardedModel(shape=shape, layout=parallel), config.adapters
+    shared, whole = (
+        merged_layout(wire_layout(sharded, adapter.spec(""), "float32", spread=spread), "bfloat16")
+        for spread in (True, False)
+    )
+    assert shared.names_digest == whole.names_digest
+    assert [shard.source for shard in shared.shards] == sorted(sources)
+    estimated, sizes = sent_bytes(config, shape, adapter), {s.source: s.nbytes for s in shared.shards}
+    assert estimated.keys() == sizes.keys()
+    assert sum(sizes.values()) == whole.nbytes == pytest.approx(sum(estimated.values()))
+    assert max(sizes.values()) < 1.15 * whole.nbytes / len(sources)
+    bucket = bucket_of(config.weight_sync.bucket_bytes, len(sources))
+    rings = RING * sum(max(b.nbytes for b in plan_buckets(shard, bucket)) for shard in shared.shards)
+    assert staging_bytes(config, shape) == pytest.approx(rings, rel=0.06)
+    assert rings < 5 * GIB
+    locked = {1 << (max(sizes.values()) - 1).bit_length(), 1 << (min(sizes.values()) - 1).bit_length(), 0}
+    ranks = [(len(m.nodes), p.host) for m in job_memory(config, shape) for p in m.parts if p.name == PACKED]
+    assert {host for _, host in ranks} <= locked
+    assert sum(n for n, host in ranks if host) == len(sources)
+
+
 def test_publishes_need_room_beside_vllms_share() -> None:
     """vLLM fills its share with the KV cache before the first publish."""
     keys = ["cluster.device_memory_gib=80", "rollout.gpu_memory_utilization=0.999"]
@@ -482,7 +523,6 @@ def test_publishes_need_room_beside_vllms_share() -> None:
     assert check(load_config([MOE], [*keys, "rollout.kv_cache_gib=10"]), FACTS) == ()
 
 
-MERGED = "rollout.adapter_mode=merged"
 LARGE = ["trainer.world_size=32", "trainer.pp=2", "trainer.recompute=full", "rollout.servers=2", "rollout.tp=8"]
 
 
@@ -491,12 +531,10 @@ def test_a_merged_version_is_page_locked_and_sent_through_a_few_buckets(backend:
     """Linear layers of 72B: 131 GiB in bfloat16. Each matrix of an MLP is a bucket; a sum takes twice its fp32."""
     facts, keys = Facts(hf_config=known_config("Qwen/Qwen2.5-72B-Instruct")), [MERGED, f"weight_sync.backend={backend}"]
     ranks = job_memory(load_config([DENSE], keys), ModelShape.from_hf(facts.hf_config or {}))
-    [packed] = [p for p in ranks[0].parts if p.name == PACKED]
+    packed = [(p.device, p.host) for m in ranks for p in m.parts for _ in m.nodes if p.name == PACKED]
     matrix = 8192 * 29568
-    assert packed.device == 2 * 4 * matrix + (3 * 2 * matrix if backend == "nccl" else 0)
-    assert packed.host == 256 * GIB
-    others = [p for m in ranks[1:] if m.role == "trainer" for p in m.parts if p.name == PACKED]
-    assert [(p.device, p.host) for p in others] == [(0, 0)] * len(others) != []
+    device = 2 * 4 * matrix + (3 * 2 * matrix if backend == "nccl" else 0)
+    assert sorted(packed)[-3:] == [(0, 0), (device, 128 * GIB), (device, 128 * GIB)], "of two copies of the adapter"
     assert check(load_config([DENSE], keys), facts) == ()
 
 

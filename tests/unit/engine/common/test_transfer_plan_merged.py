@@ -115,14 +115,20 @@ class OnMeta(CastLoss):
 @pytest.mark.usefixtures("base")
 def test_weights_are_merged_on_the_device_of_the_rank(tmp_path: Path) -> None:
     """Only what is complete returns to the host, which has no numbers of a meta tensor."""
+    packer = SimpleNamespace(tensors=lambda weights, groups: tensors().items())
+    memory = SimpleNamespace(
+        weights=None,
+        shared_tensors=dict,
+        layout=lambda dtype, *, spread: ADAPTER,
+        packer=lambda dtype, *, spread: packer,
+    )
     engine: Any = SimpleNamespace(
         rank=0,
         device=torch.device("meta"),
         _merged={},
         _base=ModelConfig(path=str(tmp_path), dtype="bfloat16"),
-        adapter_layout=lambda name: ADAPTER,
-        export_adapter=lambda name: tensors().items(),
-        resident=lambda name: SimpleNamespace(memory=SimpleNamespace(shared_tensors=dict)),
+        _model=SimpleNamespace(groups={}),
+        resident=lambda name: SimpleNamespace(memory=memory),
     )
     loss = OnMeta(dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from areal_lora.checkpoint.adapter_io import peft_config
-from areal_lora.engine.vllm_ext.stock import lora_rank, stock_arguments
+from areal_lora.engine.vllm_ext.stock import check_experts, lora_rank, stock_arguments
 from areal_lora.errors import ConfigError
 from areal_lora.rollout.completion_client import CompletionRequest
 from areal_lora.types import AdapterSpec
@@ -125,3 +128,22 @@ def test_the_rank_is_the_least_that_vllm_accepts_for_the_export(
 def test_a_rank_above_the_limit_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has 640 .* limit is 512 \(fix: merge"):
         lora_rank([export(tmp_path / "a", 8, **{"(gate|up)_proj": 320})])
+
+
+@pytest.mark.parametrize(
+    ("projections", "alone"),
+    [
+        (["self_attn.q_proj"], ""),
+        (["self_attn.q_proj", "mlp.gate_proj"], ""),
+        (["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"], ""),
+        (["self_attn.q_proj", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"], "linear_fc1"),
+        (["block_sparse_moe.experts.3.w2"], "linear_fc2"),
+    ],
+)
+def test_an_adapter_of_some_projections_of_experts_is_refused(
+    tmp_path: Path, projections: list[str], alone: str
+) -> None:
+    names = [f"base_model.model.model.layers.0.{name}.lora_{side}.weight" for name in projections for side in "AB"]
+    save_file({name: torch.zeros(1, 1) for name in names}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"has {alone} alone .*areal-lora merge") if alone else nullcontext():
+        check_experts([tmp_path])

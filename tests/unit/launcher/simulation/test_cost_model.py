@@ -21,7 +21,7 @@ from areal_lora.families.registry import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import PassSizes
 from areal_lora.launcher.simulation.cost_model import FLOPS_PER_S, arithmetic, scaled
-from areal_lora.obs.metrics.records import RunMetrics, StepRecord
+from areal_lora.obs.metrics.records import PublishRecord, RunMetrics, StepRecord
 from areal_lora.weight_sync.link.relays import REQUEST_S, relay_tree
 from areal_lora.weight_sync.messages import ServerEndpoint
 from tests.support.paths import EXAMPLES
@@ -179,3 +179,16 @@ def test_a_measured_step_computed_each_prompt_once_for_one_adapter(adapters: int
     assert found.batch_s(CONFIG) == pytest.approx(80.0, rel=0.01)
     assert found.prompt_tokens == 500
     assert found.trained_token_s == pytest.approx(20 * CONFIG.trainer.world_size / (100 * 500 + 25 * 500))
+
+
+def test_ranks_merge_their_shares_before_a_version_is_sent() -> None:
+    """59.8 GB of Qwen3-30B-A3B over 8 ranks go to the device and back at 10 GB/s; a run's own time takes its place."""
+    merged = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["rollout.adapter_mode=merged"])
+    own = arithmetic(merged, SHAPE)
+    assert (COSTS.merge_s, own.merge_s) == (0.0, pytest.approx(2 * 59.8 / 8 / 10, rel=0.01))
+    run = a_run(1, 60.0, 20.0, 20)
+    publishes = [PublishRecord(version=v, total_ms=4e3, phases_ms={"pack": 3e3}) for v in range(3)]
+    run = replace(run, publishes=publishes)
+    twice = replace(own, merge_s=2 * own.merge_s)
+    assert [scaled(costs, run, own, merged).merge_s for costs in (own, twice)] == pytest.approx([3.0, 6.0])
+    assert scaled(COSTS, run, COSTS, CONFIG).merge_s == 0.0

@@ -93,6 +93,16 @@ def test_prompts_are_trained_once_and_within_the_staleness() -> None:
     assert len(found.publishes) == FOUR.steps
 
 
+def test_a_publish_that_merges_first_takes_longer_and_no_time_out_counts_it() -> None:
+    """Each step waits for the version before, which is merged for longer than a publish may take."""
+    merge_s = 2 * config().weight_sync.timeout_s
+    plain, merged = (simulate(config(), replace(COSTS, merge_s=s), FOUR) for s in (0.0, merge_s))
+    assert merged.phase_s("pack") == (merge_s, merge_s)
+    assert merged.phase_s("all")[0] == pytest.approx(merge_s + plain.phase_s("all")[0], rel=0.05)
+    assert merged.seconds > (FOUR.steps - 2) * merge_s
+    assert not merged.excluded
+
+
 def test_dropped_groups_cost_places_and_not_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the groups are uniform: of servers with places for twice as many the steps take little longer.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.layout import Payload, make_layout
+from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import adapter_digest
 from areal_lora.weight_sync.trainer.gathering import LAYOUTS, PlaceGather, by_place
 from areal_lora.weight_sync.trainer.publish_job import PackedShard
@@ -23,10 +23,10 @@ OWNERS = {0: (0, 9), 1: (9, 20), 3: (20, 21), 4: (21, len(OWNED))}
 """Of each owner the first and the end of its tensors; rank 2 owns none."""
 
 
-def owned_by(owners: dict[int, tuple[int, int]], dtype: str = "float32", payload: Payload = Payload.UNMERGED):
+def owned_by(owners: dict[int, tuple[int, int]], dtype: str = "float32"):
     shapes = {rank: [(n, tuple(t.shape)) for n, t in OWNED[a:b]] for rank, (a, b) in owners.items()}
     named = {n for tensors in shapes.values() for n, _ in tensors}
-    return make_layout(spec(), dtype, shapes, {a: n for a, n in ALIASES.items() if n in named}, payload)
+    return make_layout(spec(), dtype, shapes, {a: n for a, n in ALIASES.items() if n in named})
 
 
 def test_the_first_owner_of_a_place_sends_the_tensors_of_all_in_their_order() -> None:
@@ -79,13 +79,6 @@ def test_gathered_shards_have_the_bytes_and_fingerprints_of_one_source(tmp_path)
     assert np.isnan(sent[-n_sent:]).all(), "servers refuse what was not packed"
     assert np.isfinite(sent[:-n_sent]).all()
     assert [steps[-1] if steps else 0 for _, steps, _, _ in others] == [20, 0, 0, len(OWNED) - 20], "none waits"
-
-
-def test_merged_weights_stay_with_their_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.new_subgroups_by_enumeration", lambda members: (None, []))
-    gather, layout = PlaceGather(PLACES, 0, torch.device("cpu")), owned_by(OWNERS, payload=Payload.MERGED)
-    packs = pack_of(layout, 0, TENSORS)
-    assert gather.of(layout, packs) == (layout, packs)
 
 
 def test_a_layout_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

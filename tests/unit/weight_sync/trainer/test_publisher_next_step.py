@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import Payload, make_layout
 from areal_lora.weight_sync.link.relays import RelayGroup
+from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer import publish_job, publisher
 from areal_lora.weight_sync.trainer.decisions import Attempt, Decision, Fail, Failure
 from areal_lora.weight_sync.trainer.publish_job import SLACK_S, Budget, PackedShard, PublishJob
@@ -156,6 +158,30 @@ def test_weights_are_merged_beside_training_and_no_time_of_a_transfer_counts_it(
     assert leader.deadlines == [began + 500.0 + config.attempt_s] * 2
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), PublishError("no room")])
+def test_a_rank_that_fails_to_merge_tells_the_others(error):
+    """They wait for it without a time limit, because merging may take long."""
+
+    class Told(Attempting):
+        def decide(self, job, results, next_turn):
+            told.extend(sent.own.message for sent in results or ())
+            return super().decide(job, results, next_turn)
+
+    def pack(flat):
+        yield from ()
+        raise error
+
+    told, config = [], WeightSyncConfig(timeout_s=30.0)
+    rank = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="ab" * 32, leader=Told())
+    layout = make_layout(spec(), "float32", {0: [("x.weight", (4, 6))]}, {}, Payload.MERGED)
+    job = rank.publish(AdapterRef(name="a", version=0), None, layout, pack, BASE, None)
+    with pytest.raises(PublishError, match="seen"):
+        job.wait()
+    rank.close()
+    assert len(told) == 1
+    assert "no room" in told[0]
+
+
 def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
     accelerator, devices, config = Accelerator(monkeypatch), [], WeightSyncConfig()
 
@@ -174,3 +200,22 @@ def test_the_publishers_thread_works_on_the_ranks_device(monkeypatch):
     rank.close()
     assert devices == [3]
     assert accelerator.contexts == {3}
+
+
+@pytest.mark.parametrize(
+    ("mib", "sources", "shared", "bucket"),
+    [(256, 1, True, 256), (256, 8, True, 32), (256, 64, True, 8), (256, 8, False, 8), (4, 8, True, 4)],
+)
+def test_sources_divide_the_bytes_of_a_bucket(mib, sources, shared, bucket):
+    """A receiver has buffers for the buckets of each; small ones would wait for the latency of a broadcast."""
+    config, server = (
+        WeightSyncConfig(bucket_mib=mib),
+        ServerEndpoint(name="server-0", host="h", admin_port=1, data_port=2, workers=1),
+    )
+    publishing = publisher.Publisher(run=RUN, config=config, exchange=SoloExchange(), secret="s" * 32)
+    attempt = Attempt(groups=[RelayGroup((server,))], sources=list(range(sources)), shared=shared)
+    try:
+        with closing(publishing._listener(attempt.groups[0], attempt, time.monotonic() + 60)) as listener:
+            assert listener.endpoint.bucket_bytes == bucket << 20
+    finally:
+        publishing.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.engine.vllm_ext.byte_level import byte_level
 from tests.support.lazy import Lazy
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, TINY_MODEL
 
 assemble = Lazy("areal_lora.engine.vllm_ext.server.assemble")
 tokenizers = Lazy("vllm.tokenizers")
@@ -64,6 +65,13 @@ def test_slots_share_what_the_experts_of_all_adapters_share() -> None:
     attention = "adapters.0.target_modules=[linear_qkv]"
     cases = ((), (outer,), (shared,), (outer, "service={}"), (outer, attention))
     assert [args_of(*case).enable_moe_shared_loras for case in cases] == [False, True, True, False, False]
+
+
+def test_servers_adapt_dense_layers_that_config_json_has_by_a_step(tmp_path: Path) -> None:
+    hf = json.loads((TINY_MODEL / "config.json").read_text()) | {"num_hidden_layers": 4, "decoder_sparse_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"mlp_only_layers": []}))
+    assert args_of(f"model.path={tmp_path}").hf_overrides == {"mlp_only_layers": [0, 2]}
+    assert args_of().hf_overrides == {}
 
 
 def test_further_arguments_reach_vllm() -> None:
@@ -129,6 +137,8 @@ def test_vllm_keeps_the_spaces_of_a_byte_level_tokenizer(
             "read_config": lambda _: config,
             "set_environment": id,
             "lora_rank": lambda _: 8,
+            "check_experts": id,
+            "read_hf_config": lambda _: {},
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(stock, name, fake)
