@@ -1,0 +1,156 @@
+"""The processes of a run on several nodes, as the launcher on node 0 supervises them.
+
+Those of its own node are its children. A unit with processes elsewhere starts once each of its nodes has an agent: at
+first all nodes, later those of the unit. A server whose node is lost is excluded from the run until then.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from areal_lora.config.models import Config
+from areal_lora.config.sections.run import own_place
+from areal_lora.errors import ProcessFailed
+from areal_lora.launcher.nodes.table import JOIN_S, LAUNCHER, VARIABLES, AgentReport, NodeTable, Wanted
+from areal_lora.launcher.plan import SERVER, JobPlan, ProcessSpec
+from areal_lora.launcher.restarts import ProcessExit, unit_of
+from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
+from areal_lora.network.rpc import RpcServer, Wire
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.rendezvous import forget_endpoint, publish_endpoint, read_secret
+
+WIRE = Wire(server=LAUNCHER, client="agent", max_request_bytes=1 << 20, max_reply_bytes=1 << 20)
+AGENTS = "agents"
+"""Name of the endpoint's port."""
+REMIND_S = 60.0
+SLACK_S = 10.0
+"""For agents to end after their own grace."""
+
+
+class NodeSupervisor(Supervisor):
+    """Implements ``watch.Processes``. ``say`` prints a line; ``code`` is what agents exit with at the end."""
+
+    def __init__(self, config: Config, plan: JobPlan, say: Callable[[str], None]) -> None:
+        super().__init__(plan.run_folder.logs, STOP_GRACE_S)
+        self._folder, self._say, self._lock = plan.run_folder, say, threading.Lock()
+        self._table = NodeTable(plan.nodes, plan.run_folder.log)
+        self._waiting = list[tuple[ProcessSpec, ...]]()
+        self._complete, self._since, self._reminded = False, 0.0, 0.0
+        self._host = own_place(config.cluster, self._folder).address
+        self._server = RpcServer(self._host, read_secret(self._folder), WIRE, self._take, linger_s=1.0)
+
+    def __enter__(self) -> Supervisor:
+        watched_thread("node-agents", self._server.run)
+        publish_endpoint(self._folder, LAUNCHER, 0, {AGENTS: self._server.port}, self._host)
+        return super().__enter__()
+
+    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+        try:
+            report = msgspec.json.decode(payload, type=AgentReport)
+        except msgspec.DecodeError as error:
+            reply = msgspec.json.encode(Wanted(refused=f"its report cannot be read: {error}"))
+        else:
+            with self._lock:
+                reply = msgspec.json.encode(self._table.answer(report, time.monotonic()))
+        self._server.send(client, number, reply)
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        units: dict[str, list[ProcessSpec]] = {}
+        for spec in specs:
+            units.setdefault(unit_of(spec), []).append(spec)
+        if not self._waiting:
+            self._since = self._reminded = time.monotonic()
+        self._waiting += map(tuple, units.values())
+        self._look()
+        for spec in (spec for unit in self._waiting if self._complete for spec in unit):
+            if spec.role == SERVER:
+                self._folder.excluded(spec.name).touch()
+
+    def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
+        """As `Supervisor.poll`. Raises ProcessFailed for a node that the run needs and that does not come."""
+        self._look()
+        with self._lock:
+            ended = self._table.take_exits(only)
+        return [*super().poll(only), *ended]
+
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
+        until = time.monotonic() + grace_s
+        self._wait(specs, until)
+        with self._lock:
+            alive = [spec for spec in self._table.running() if spec in specs]
+            self._table.kill(alive)
+        self._wait(specs)
+        ended = super().end(specs, max(0.0, until - time.monotonic()), why)
+        return [replace(e, why=why) if e.spec in alive and not e.lost else e for e in ended]
+
+    def running(self) -> list[ProcessSpec]:
+        with self._lock:
+            return [*super().running(), *self._table.running()]
+
+    def ask_stacks(self) -> None:
+        super().ask_stacks()
+        self._table.stacks += 1
+
+    def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
+        """As `Supervisor.stop`, on all nodes. Agents end with `code`; one that does not is left to itself."""
+        self._waiting.clear()
+        self._table.code, signals_before = self.code, interrupted.count if interrupted else 0
+        super().stop(grace_s, interrupted)
+        until = time.monotonic() + STOP_GRACE_S + SLACK_S
+        while time.monotonic() < until:
+            with self._lock:
+                self._table.now = interrupted is not None and interrupted.count > signals_before
+                self._table.look(time.monotonic())
+                if not self._table.there():
+                    break
+            time.sleep(0.05)
+        self._server.close()
+        forget_endpoint(self._folder, LAUNCHER, 0)
+
+    def _wait(self, specs: Collection[ProcessSpec], until: float = float("inf")) -> None:
+        """Wait for those of ``specs`` on other nodes to end, or to be lost."""
+        while time.monotonic() < until:
+            self._look()
+            with self._lock:
+                if not any(spec in specs for spec in self._table.running()):
+                    return
+            time.sleep(0.02)
+
+    def _look(self) -> None:
+        """Notice lost nodes, and start what waits for none."""
+        now = time.monotonic()
+        with self._lock:
+            self._table.look(now)
+            missing, notes, self._table.notes = self._table.missing(), self._table.notes, []
+            self._complete = self._complete or not missing
+            ready = [unit for unit in self._waiting if self._complete and missing.isdisjoint(s.node for s in unit)]
+            self._waiting = [unit for unit in self._waiting if unit not in ready]
+            started = [spec for unit in ready for spec in unit]
+            for spec in started:
+                if spec.node:
+                    self._table.start(spec)
+        for note in notes:
+            self._say(note)
+        for spec in started:
+            if spec.role == SERVER:
+                self._folder.excluded(spec.name).unlink(missing_ok=True)
+        self._check(missing, now)
+        super().start([spec for spec in started if not spec.node])
+
+    def _check(self, missing: set[int], now: float) -> None:
+        if not self._waiting:
+            return
+        waiting = [spec for unit in self._waiting for spec in unit]
+        needed = missing & {s.node for s in waiting if s.role != SERVER} if self._complete else missing
+        if not needed:
+            self._since = now
+        nodes = ", ".join(map(str, sorted(needed or missing)))
+        fix = f"start the same command there, with {VARIABLES[0]}"
+        if now - self._since > JOIN_S:
+            raise ProcessFailed(f"no agent of node {nodes} came within {JOIN_S:.0f} s (fix: {fix})")
+        if now >= self._reminded:
+            self._reminded = now + REMIND_S
+            self._say(f"waits for node {nodes}: {fix}")
