@@ -169,8 +169,9 @@ class _Stay:
                 secret = read_secret(self._folder)
                 self._connection = Connection(self._context, endpoint.host, endpoint.ports[AGENTS], secret, WIRE)
             reply = self._connection.exchange(msgspec.json.encode(report), ANSWER_S)
-        except (ConnectionLost, OSError):
-            self._disconnect()
+        except (ConnectionLost, OSError) as error:
+            if not (isinstance(error, ConnectionLost) and error.late):  # else the launcher may only be slow
+                self._disconnect()
             return None
         wanted = msgspec.json.decode(reply, type=Wanted)
         if wanted.refused:

@@ -25,6 +25,8 @@ from areal_lora.run_folder.rendezvous import forget_endpoint, publish_endpoint, 
 WIRE = Wire(server=LAUNCHER, client="agent", max_request_bytes=1 << 20, max_reply_bytes=1 << 20)
 AGENTS = "agents"
 """Name of the endpoint's port."""
+PING_S, PING = 1.0, bytes(8)
+"""It has the number of no request, so agents ignore it: only whether it can be sent counts."""
 REMIND_S = 60.0
 SLACK_S = 10.0
 """For agents to end after their own grace."""
@@ -38,9 +40,10 @@ class NodeSupervisor(Supervisor):
         self._folder, self._say, self._lock = plan.run_folder, say, threading.Lock()
         self._table = NodeTable(plan.nodes, plan.run_folder.log)
         self._waiting = list[tuple[ProcessSpec, ...]]()
-        self._complete, self._since, self._reminded = False, 0.0, 0.0
+        self._complete, self._since, self._reminded, self._pinged = False, 0.0, 0.0, 0.0
         self._host = own_place(config.cluster, self._folder).address
-        self._server = RpcServer(self._host, read_secret(self._folder), WIRE, self._take, linger_s=1.0)
+        secret = read_secret(self._folder)
+        self._server = RpcServer(self._host, secret, WIRE, self._take, gone=self._gone, linger_s=1.0)
 
     def __enter__(self) -> Supervisor:
         watched_thread("node-agents", self._server.run)
@@ -54,8 +57,12 @@ class NodeSupervisor(Supervisor):
             reply = msgspec.json.encode(Wanted(refused=f"its report cannot be read: {error}"))
         else:
             with self._lock:
-                reply = msgspec.json.encode(self._table.answer(report, time.monotonic()))
+                reply = msgspec.json.encode(self._table.answer(report, time.monotonic(), client))
         self._server.send(client, number, reply)
+
+    def _gone(self, client: bytes) -> None:
+        with self._lock:
+            self._table.gone(client)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         units: dict[str, list[ProcessSpec]] = {}
@@ -104,7 +111,7 @@ class NodeSupervisor(Supervisor):
             with self._lock:
                 self._table.now = interrupted is not None and interrupted.count > signals_before
                 self._table.look(time.monotonic())
-                if not self._table.there():
+                if not self._table.clients():
                     break
             time.sleep(0.05)
         self._server.close()
@@ -122,6 +129,10 @@ class NodeSupervisor(Supervisor):
     def _look(self) -> None:
         """Notice lost nodes, and start what waits for none."""
         now = time.monotonic()
+        if now > self._pinged + PING_S:
+            self._pinged = now
+            for client in self._table.clients():
+                self._server.send(client, PING, b"")
         with self._lock:
             self._table.look(now)
             missing, notes, self._table.notes = self._table.missing(), self._table.notes, []

@@ -5,8 +5,8 @@
 
 Each message states everything, so one that is lost is made good by the next. A start has a number that never recurs.
 
-A node is lost once its agent is silent for ``LOST_S`` or leaves: all its processes count as ended, and the next agent
-gets their next starts. An agent that returns ends those that it still has: they are not wanted.
+A node is lost once its agent leaves, its connection ends, or it is silent for ``LOST_S``: all its processes count as
+ended, and the next agent gets their next starts. An agent that returns ends those that it still has: they are unwanted.
 """
 
 import itertools
@@ -80,6 +80,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True)
 class _Node:
     report: AgentReport | None = None
+    client: bytes = b""
     seen: float = 0.0
     rival: str = ""
     refused: set[str] = field(default_factory=set)
@@ -98,8 +99,8 @@ class NodeTable:
         self.stacks, self.now = 0, False  # as of `Wanted`
         self.code: int | None = None
 
-    def answer(self, report: AgentReport, now: float) -> Wanted:
-        """Take in ``report``; returns what its agent is to do."""
+    def answer(self, report: AgentReport, now: float, client: bytes = b"") -> Wanted:
+        """Take in ``report`` from the connection ``client``; returns what its agent is to do."""
         if (node := self._nodes.get(report.node)) is None:
             return Wanted(refused=f"this run has nodes 0 to {len(self._nodes)}, and the launcher is on node 0")
         if (known := node.report) is None:
@@ -112,7 +113,7 @@ class NodeTable:
         elif node.rival:
             node.refused.add(node.rival)  # by this report: the other one is alive
             node.rival = ""
-        node.report, node.seen = report, now
+        node.report, node.seen, node.client = report, now, client
         for number, code in report.ended.items():
             if (spec := node.starts.pop(number, None)) is not None:
                 self._exits.append(ProcessExit(spec=spec, code=code, log=self._log(spec.name)))
@@ -130,13 +131,19 @@ class NodeTable:
             if node.report is not None and now - node.seen > LOST_S:
                 self._lose(node, f"its agent sent nothing for {now - node.seen:.0f} s")
 
+    def clients(self) -> list[bytes]:
+        """Connections of the agents."""
+        return [node.client for node in self._nodes.values() if node.report is not None]
+
+    def gone(self, client: bytes) -> None:
+        """Take note of a connection that has ended."""
+        for node in self._nodes.values():
+            if node.report is not None and node.client == client:
+                self._lose(node, "its agent was killed, or its connection closed")
+
     def missing(self) -> set[int]:
         """Nodes without an agent."""
         return {rank for rank, node in self._nodes.items() if node.report is None}
-
-    def there(self) -> bool:
-        """Whether any node has an agent."""
-        return any(node.report is not None for node in self._nodes.values())
 
     def start(self, spec: ProcessSpec) -> None:
         self._nodes[spec.node].starts[next(self._numbers)] = spec

@@ -95,6 +95,18 @@ def test_an_agent_that_was_lost_and_returns_has_nothing_that_is_wanted() -> None
     assert made.missing() == {2}
 
 
+def test_the_end_of_a_connection_is_the_loss_of_its_agent_unless_it_has_another_one() -> None:
+    made = table()
+    made.answer(report(), 0.0, b"first")
+    made.answer(report(2, "b"), 0.0, b"other")
+    made.answer(report(), 0.1, b"second")
+    made.gone(b"first")
+    assert made.missing() == set()
+    assert made.clients() == [b"second", b"other"]
+    made.gone(b"second")
+    assert made.missing() == {1}
+
+
 def test_time_in_which_the_launcher_did_not_look_is_no_silence() -> None:
     made = table()
     made.answer(report(), 0.0)
@@ -130,7 +142,7 @@ def test_the_end_of_the_run_reaches_all_agents_and_is_no_loss() -> None:
     wanted = made.answer(report(), 1.0)
     assert (wanted.code, wanted.now, wanted.stacks) == (70, True, 2)
     made.answer(report(leaves=True), 2.0)
-    assert not made.there()
+    assert made.clients() == []
     assert not any("lost" in note for note in made.notes)
 
 
@@ -148,13 +160,13 @@ def test_rank_of_a_node_is_that_of_the_first_variable_that_is_set() -> None:
 
 @pytest.mark.parametrize("text", ["3", "-1", "1.0", "²", "one"])
 def test_a_rank_that_the_run_does_not_have_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="PET_NODE_RANK: .* is no rank among cluster.nodes = 3") as caught:
+    with pytest.raises(ConfigError, match=r"PET_NODE_RANK: .* is no rank among cluster.nodes = 3") as caught:
         node_rank(cluster(), {"PET_NODE_RANK": text})
     assert "0 to 2" in caught.value.fix
 
 
 def test_without_a_rank_the_reason_names_all_variables() -> None:
-    with pytest.raises(ConfigError, match="AREAL_LORA_NODE_RANK: .*NODE_RANK, PET_NODE_RANK, JOB_COMPLETION_INDEX"):
+    with pytest.raises(ConfigError, match=r"AREAL_LORA_NODE_RANK: .*NODE_RANK, PET_NODE_RANK, JOB_COMPLETION_INDEX"):
         node_rank(cluster(), {"RANK": "1"})
 
 

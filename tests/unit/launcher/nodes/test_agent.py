@@ -1,0 +1,54 @@
+"""The agent of a node whose launcher is lost, whose programs cannot be started, or whose run is over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import ExitCode
+from areal_lora.launcher.nodes import agent
+from tests.support.launcher.driven import Run
+from tests.unit.launcher.nodes.test_supervisor import WAITS, until, works
+
+NODES = ["cluster.kind=nodes", "cluster.nodes=2", "cluster.bind=0.0.0.0"]
+
+
+def test_an_agent_ends_its_processes_with_their_launcher_and_follows_the_next_one(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SILENT_S", "1")
+    processes = (("trainer", 0, until(tmp_path / "go")), ("trainer", 1, WAITS, 1))
+    first, follower = begin(*processes, overrides=NODES), begin(overrides=NODES, node=1)
+    first.wait_for(works(first, "trainer-1"))
+    first.process.kill()
+    first.wait_for(lambda: not first.alive())
+    follower.wait_for(lambda: not follower.alive())
+    assert follower.process.poll() is None
+    second = begin(*processes, overrides=NODES)
+    second.wait_for(works(second, "trainer-1", 2))
+    (tmp_path / "go").touch()
+    assert [run.end()[0] for run in (second, follower)] == [ExitCode.DONE] * 2
+
+
+def test_a_program_that_cannot_be_started_ends_the_run_with_the_reason(begin: Callable[..., Run]) -> None:
+    launcher = begin(("trainer", 0, WAITS), ("trainer", 1, ["/no/such/python"], 1), overrides=NODES)
+    follower = begin(overrides=NODES, node=1)
+    code, printed = launcher.end()
+    assert code == follower.end()[0] == ExitCode.MISSING
+    assert "trainer-1 cannot be started with /no/such/python: No such file or directory" in printed
+
+
+def test_without_a_launcher_an_agent_ends_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from areal_lora.config.load import load_config
+    from tests.support.paths import EXAMPLES
+
+    monkeypatch.setattr(agent, "JOIN_S", 0.5)
+    files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+    said = list[str]()
+    config = load_config(files, [f"run.root={tmp_path}", *NODES])
+    assert agent.run_agent(config, 1, fresh=False, say=said.append) == ExitCode.TEMPORARY
+    assert "start the same command on node 0" in said[-1]
+    assert not os.listdir(tmp_path), "it has written nothing"
