@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -225,7 +225,7 @@ class RpcServer:
 
         def deliver() -> None:
             if not self._socket.closed:
-                sent = asyncio.ensure_future(self._socket.send_multipart([client, *frames]))
+                sent = cast("asyncio.Future[object]", self._socket.send_multipart([client, *frames]))
                 sent.add_done_callback(lambda done: self._gone(client) if self._gone and done.exception() else None)
 
         with suppress(RuntimeError):  # closed

@@ -319,7 +319,7 @@ class SlurmConfig(Section):
 
 class ClusterConfig(Section):
     kind: Literal["local", "slurm", "nodes"] = "local"
-    """This machine, a Slurm job, or `nodes` on each of which the same command is started."""
+    """This machine, a Slurm job, or nodes that start the same command."""
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: Count = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = 8

@@ -161,7 +161,7 @@ class NodeSupervisor(Supervisor):
         nodes = ", ".join(map(str, sorted(needed or missing)))
         fix = f"start the same command there, with {VARIABLES[0]}"
         if now - self._since > JOIN_S:
-            raise ProcessFailed(f"no agent of node {nodes} came within {JOIN_S:.0f} s (fix: {fix})")
+            raise ProcessFailed(f"node {nodes} did not join within {JOIN_S:.0f} s (fix: {fix})")
         if now >= self._reminded:
             self._reminded = now + REMIND_S
             self._say(f"waits for node {nodes}: {fix}")

@@ -119,7 +119,7 @@ class NodeTable:
                 self._exits.append(ProcessExit(spec=spec, code=code, log=self._log(spec.name)))
                 node.kill.discard(number)
         if report.leaves:
-            self._lose(node, "its agent has ended")
+            self._lose(node, "the command there has ended")
         return Wanted(starts=node.starts, kill=sorted(node.kill), stacks=self.stacks, code=self.code, now=self.now)
 
     def look(self, now: float) -> None:
@@ -129,7 +129,7 @@ class NodeTable:
         for node in self._nodes.values():
             node.seen += unseen
             if node.report is not None and now - node.seen > LOST_S:
-                self._lose(node, f"its agent sent nothing for {now - node.seen:.0f} s")
+                self._lose(node, f"nothing came from it for {now - node.seen:.0f} s")
 
     def clients(self) -> list[bytes]:
         """Connections of the agents."""
@@ -139,7 +139,7 @@ class NodeTable:
         """Take note of a connection that has ended."""
         for node in self._nodes.values():
             if node.report is not None and node.client == client:
-                self._lose(node, "its agent was killed, or its connection closed")
+                self._lose(node, "the command there was killed, or its connection closed")
 
     def missing(self) -> set[int]:
         """Nodes without an agent."""

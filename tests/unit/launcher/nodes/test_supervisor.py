@@ -98,7 +98,7 @@ def test_a_lost_node_gets_its_processes_back_and_the_others_of_the_unit_are_rest
     for run in agents:
         run.process.kill()
     agents[1].wait_for(lambda: not agents[1].alive())  # the guardian
-    launcher.wait_for(lambda: "is lost: its agent was killed, or its connection closed" in launcher.printed)
+    launcher.wait_for(lambda: "is lost: the command there was killed, or its connection closed" in launcher.printed)
     launcher.wait_for(lambda: "server-1 was lost with node 2" in launcher.printed)
     launcher.wait_for(folder.excluded("server-1").exists)
     launcher.wait_for(lambda: "trainer-1 was lost with node 1" in launcher.printed)
@@ -122,7 +122,7 @@ def test_an_agent_that_is_stopped_leaves_at_once(begin: Callable[..., Run], tmp_
     agents[0].process.send_signal(signal.SIGTERM)
     assert agents[0].end()[0] == ExitCode.INTERRUPTED
     assert agents[0].alive() == []
-    launcher.wait_for(lambda: "is lost: its agent has ended" in launcher.printed)
+    launcher.wait_for(lambda: "is lost: the command there has ended" in launcher.printed)
     agents[0] = begin(overrides=NODES, node=1)
     launcher.wait_for(works(launcher, "server-0", 2))
     (tmp_path / "go").touch()

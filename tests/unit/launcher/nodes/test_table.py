@@ -77,7 +77,7 @@ def test_processes_of_a_lost_node_have_ended_and_the_next_agent_gets_the_next_st
     assert ended.lost
     assert ended.how() == "was lost with node 1 (host-a, process 7)"
     assert made.running() == [spec(0, node=2, role=TRAINER)]
-    assert made.notes[-1].startswith("node 1 (host-a, process 7) is lost: its agent ")
+    assert made.notes[-1].startswith("node 1 (host-a, process 7) is lost: ")
     assert made.answer(report(agent="c"), LOST_S + 1.0).starts == {}
     made.start(spec(0))
     assert list(made.answer(report(agent="c"), LOST_S + 2.0).starts.values()) == [spec(0)]
