@@ -48,8 +48,8 @@ def train(
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
     if dry_run:
-        flags = [flag for flag, given in (("--serve", serve), ("--fresh", fresh)) if given]
-        print_dry_run(chosen, ["train", *_files(config), *(overrides or []), *flags], fresh=fresh, details=details)
+        command = ["train", *_files(config), *(overrides or []), *["--serve"] * serve, *["--fresh"] * fresh]
+        print_dry_run(chosen, command, fresh=fresh, details=details)
     elif explain_resume:
         prepared = prepare(chosen, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
         print(*resume_lines(prepared.config), sep="\n")
@@ -82,9 +82,8 @@ def sweep(
         sweeps.print_result(listed.run_folder, out)
         return
     if dry_run:
-        flags = ["--rungs", rungs] if rungs else []
-        command = ["sweep", *words, *_files(config or []), *flags, "--by", by, *(["--fresh"] if fresh else [])]
-        print_dry_run(listed, command, fresh=fresh)
+        flags = ["--by", by, *[f"--rungs={rungs}"] * bool(rungs), *["--fresh"] * fresh]
+        print_dry_run(listed, ["sweep", *words, *_files(config or []), *flags], fresh=fresh)
     else:
         raise typer.Exit(start(listed, fresh=fresh, sweep=chosen))
 

@@ -212,7 +212,7 @@ def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> i
     if node := node_rank(config.cluster):
         from areal_lora.launcher.nodes.agent import run_agent  # zmq, which no other launcher needs
 
-        return run_agent(prepared.config, node, fresh=fresh, say=partial(print_line, out))
+        return run_agent(config, prepared.plan.run_folder, node, fresh=fresh, note=partial(print_line, out))
     chosen = prepared.config if sweep is None else launched(prepared.config, sweep)
     return start(chosen, prepared.plan, out, fresh, prepared.download, sweep=sweep).code
 

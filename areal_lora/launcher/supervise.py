@@ -53,7 +53,7 @@ class Supervisor:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._mark = uuid4().hex
         self._searched_s = 0.0
-        self.code = int(ExitCode.FAILED)
+        self.code = int(ExitCode.COMPONENT_FAILED)
         """That of the run, for the agents of other nodes."""
 
     def __enter__(self) -> "Supervisor":

@@ -174,7 +174,7 @@ class Listener:
 class RpcServer:
     """A `Listener` in the thread that calls `run`, where ``take(client, *frames)`` is called for every message.
 
-    ``gone``, if given, is called there for a client that was sent something after its connection has ended.
+    ``lost``, if given, is called there for a client that was sent something after its connection had ended.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class RpcServer:
         wire: Wire,
         take: Callable[..., None],
         *,
-        gone: Callable[[bytes], None] | None = None,
+        lost: Callable[[bytes], None] | None = None,
         linger_s: float = 0.0,
     ) -> None:
         self._host, self._secret, self._wire, self._linger_s = host, secret, wire, linger_s
-        self._take, self._gone = take, gone
+        self._take, self._lost = take, lost
         self._port = Future[int]()
         self._stopped = threading.Event()
 
@@ -212,7 +212,7 @@ class RpcServer:
             self._port.set_exception(EnvironmentError_(problem))
             return
         self._loop, self._task, self._socket = asyncio.get_running_loop(), asyncio.current_task(), listener.socket
-        listener.socket.router_mandatory = self._gone is not None
+        listener.socket.router_mandatory = self._lost is not None
         self._port.set_result(listener.port)
         try:
             while True:
@@ -226,7 +226,7 @@ class RpcServer:
         def deliver() -> None:
             if not self._socket.closed:
                 sent = cast("asyncio.Future[object]", self._socket.send_multipart([client, *frames]))
-                sent.add_done_callback(lambda done: self._gone(client) if self._gone and done.exception() else None)
+                sent.add_done_callback(lambda done: self._lost(client) if self._lost and done.exception() else None)
 
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(deliver)

@@ -7,14 +7,13 @@ first all nodes, later those of the unit. A server whose node is lost is exclude
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import msgspec
 
 from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
 from areal_lora.errors import ProcessFailed
-from areal_lora.launcher.nodes.table import JOIN_S, LAUNCHER, VARIABLES, AgentReport, NodeTable, Wanted
+from areal_lora.launcher.nodes.table import JOIN_S, LAUNCHER, VARIABLES, AgentReport, NodeOrders, NodeTable
 from areal_lora.launcher.plan import SERVER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, unit_of
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
@@ -22,9 +21,8 @@ from areal_lora.network.rpc import RpcServer, Wire
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.rendezvous import forget_endpoint, publish_endpoint, read_secret
 
-WIRE = Wire(server=LAUNCHER, client="agent", max_request_bytes=1 << 20, max_reply_bytes=1 << 20)
-AGENTS = "agents"
-"""Name of the endpoint's port."""
+PLANE = "nodes"
+WIRE = Wire(server=LAUNCHER, client="node-agent", max_request_bytes=1 << 20, max_reply_bytes=1 << 20)
 PING_S, PING = 1.0, bytes(8)
 """It has the number of no request, so agents ignore it: only whether it can be sent counts."""
 REMIND_S = 60.0
@@ -33,48 +31,33 @@ SLACK_S = 10.0
 
 
 class NodeSupervisor(Supervisor):
-    """Implements ``watch.Processes``. ``say`` prints a line; ``code`` is what agents exit with at the end."""
+    """Implements ``watch.Processes``. ``note`` prints a line."""
 
-    def __init__(self, config: Config, plan: JobPlan, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, plan: JobPlan, note: Callable[[str], None]) -> None:
         super().__init__(plan.run_folder.logs, STOP_GRACE_S)
-        self._folder, self._say, self._lock = plan.run_folder, say, threading.Lock()
-        self._table = NodeTable(plan.nodes, plan.run_folder.log)
+        self._folder, self._note, self._lock = plan.run_folder, note, threading.Lock()
+        self._table, self._complete = NodeTable(plan.nodes, plan.run_folder.log), False
         self._waiting = list[tuple[ProcessSpec, ...]]()
-        self._complete, self._since, self._reminded, self._pinged = False, 0.0, 0.0, 0.0
-        self._host = own_place(config.cluster, self._folder).address
-        secret = read_secret(self._folder)
-        self._server = RpcServer(self._host, secret, WIRE, self._take, gone=self._gone, linger_s=1.0)
+        self._needed_s = self._reminded_s = self._pinged_s = 0.0
+        self._host, secret = own_place(config.cluster, self._folder).address, read_secret(self._folder)
+        lost = self._disconnected
+        self._server = RpcServer(self._host, secret, WIRE, self._take, lost=lost, linger_s=1.0)
 
     def __enter__(self) -> Supervisor:
         watched_thread("node-agents", self._server.run)
-        publish_endpoint(self._folder, LAUNCHER, 0, {AGENTS: self._server.port}, self._host)
+        publish_endpoint(self._folder, LAUNCHER, 0, {PLANE: self._server.port}, self._host)
         return super().__enter__()
-
-    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
-        try:
-            report = msgspec.json.decode(payload, type=AgentReport)
-        except msgspec.DecodeError as error:
-            reply = msgspec.json.encode(Wanted(refused=f"its report cannot be read: {error}"))
-        else:
-            with self._lock:
-                reply = msgspec.json.encode(self._table.answer(report, time.monotonic(), client))
-        self._server.send(client, number, reply)
-
-    def _gone(self, client: bytes) -> None:
-        with self._lock:
-            self._table.gone(client)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         units: dict[str, list[ProcessSpec]] = {}
         for spec in specs:
             units.setdefault(unit_of(spec), []).append(spec)
         if not self._waiting:
-            self._since = self._reminded = time.monotonic()
+            self._needed_s, self._reminded_s = time.monotonic(), -REMIND_S
         self._waiting += map(tuple, units.values())
         self._look()
-        for spec in (spec for unit in self._waiting if self._complete for spec in unit):
-            if spec.role == SERVER:
-                self._folder.excluded(spec.name).touch()
+        for spec in (spec for unit in self._waiting if self._complete for spec in unit if spec.role == SERVER):
+            self._folder.excluded(spec.name).touch()
 
     def poll(self, only: Collection[ProcessSpec] | None = None) -> list[ProcessExit]:
         """As `Supervisor.poll`. Raises ProcessFailed for a node that the run needs and that does not come."""
@@ -85,13 +68,12 @@ class NodeSupervisor(Supervisor):
 
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[ProcessExit]:
         until = time.monotonic() + grace_s
-        self._wait(specs, until)
+        while time.monotonic() < until and any(spec.node and spec in specs for spec in self.running()):
+            self._look()
+            time.sleep(0.02)
         with self._lock:
-            alive = [spec for spec in self._table.running() if spec in specs]
-            self._table.kill(alive)
-        self._wait(specs)
-        ended = super().end(specs, max(0.0, until - time.monotonic()), why)
-        return [replace(e, why=why) if e.spec in alive and not e.lost else e for e in ended]
+            self._table.end(specs, why)
+        return super().end(specs, max(0.0, until - time.monotonic()), why)
 
     def running(self) -> list[ProcessSpec]:
         with self._lock:
@@ -102,35 +84,38 @@ class NodeSupervisor(Supervisor):
         self._table.stacks += 1
 
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
-        """As `Supervisor.stop`, on all nodes. Agents end with `code`; one that does not is left to itself."""
+        """As `Supervisor.stop`, on all nodes. Agents end with ``code``; one that does not answer is not waited for."""
         self._waiting.clear()
         self._table.code, signals_before = self.code, interrupted.count if interrupted else 0
         super().stop(grace_s, interrupted)
         until = time.monotonic() + STOP_GRACE_S + SLACK_S
-        while time.monotonic() < until:
+        while self._table.clients() and time.monotonic() < until:
             with self._lock:
                 self._table.now = interrupted is not None and interrupted.count > signals_before
                 self._table.look(time.monotonic())
-                if not self._table.clients():
-                    break
             time.sleep(0.05)
         self._server.close()
         forget_endpoint(self._folder, LAUNCHER, 0)
 
-    def _wait(self, specs: Collection[ProcessSpec], until: float = float("inf")) -> None:
-        """Wait for those of ``specs`` on other nodes to end, or to be lost."""
-        while time.monotonic() < until:
-            self._look()
+    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+        try:
+            report = msgspec.json.decode(payload, type=AgentReport)
+        except msgspec.DecodeError as error:
+            reply = msgspec.json.encode(NodeOrders(refused=f"its report cannot be read: {error}"))
+        else:
             with self._lock:
-                if not any(spec in specs for spec in self._table.running()):
-                    return
-            time.sleep(0.02)
+                reply = msgspec.json.encode(self._table.answer(report, time.monotonic(), client))
+        self._server.send(client, number, reply)
+
+    def _disconnected(self, client: bytes) -> None:
+        with self._lock:
+            self._table.disconnected(client)
 
     def _look(self) -> None:
         """Notice lost nodes, and start what waits for none."""
         now = time.monotonic()
-        if now > self._pinged + PING_S:
-            self._pinged = now
+        if now > self._pinged_s + PING_S:
+            self._pinged_s = now
             for client in self._table.clients():
                 self._server.send(client, PING, b"")
         with self._lock:
@@ -140,28 +125,24 @@ class NodeSupervisor(Supervisor):
             ready = [unit for unit in self._waiting if self._complete and missing.isdisjoint(s.node for s in unit)]
             self._waiting = [unit for unit in self._waiting if unit not in ready]
             started = [spec for unit in ready for spec in unit]
-            for spec in started:
-                if spec.node:
-                    self._table.start(spec)
+            for spec in (spec for spec in started if spec.node):
+                self._table.start(spec)
         for note in notes:
-            self._say(note)
-        for spec in started:
-            if spec.role == SERVER:
-                self._folder.excluded(spec.name).unlink(missing_ok=True)
-        self._check(missing, now)
+            self._note(note)
+        for spec in (spec for spec in started if spec.role == SERVER):
+            self._folder.excluded(spec.name).unlink(missing_ok=True)
+        if self._waiting:
+            self._remind(missing, now)
         super().start([spec for spec in started if not spec.node])
 
-    def _check(self, missing: set[int], now: float) -> None:
-        if not self._waiting:
-            return
-        waiting = [spec for unit in self._waiting for spec in unit]
-        needed = missing & {s.node for s in waiting if s.role != SERVER} if self._complete else missing
-        if not needed:
-            self._since = now
-        nodes = ", ".join(map(str, sorted(needed or missing)))
-        fix = f"start the same command there, with {VARIABLES[0]}"
-        if now - self._since > JOIN_S:
+    def _remind(self, missing: set[int], now: float) -> None:
+        """Name the nodes that are waited for. The run continues without those of servers alone."""
+        away = missing.intersection(s.node for unit in self._waiting for s in unit) if self._complete else missing
+        if self._complete and all(unit[0].role == SERVER for unit in self._waiting):
+            self._needed_s = now
+        nodes, fix = ", ".join(map(str, sorted(away))), f"start the same command there, with {VARIABLES[0]}"
+        if now - self._needed_s > JOIN_S:
             raise ProcessFailed(f"node {nodes} did not join within {JOIN_S:.0f} s (fix: {fix})")
-        if now >= self._reminded:
-            self._reminded = now + REMIND_S
-            self._say(f"waits for node {nodes}: {fix}")
+        if now - self._reminded_s > REMIND_S:
+            self._reminded_s = now
+            self._note(f"waits for node {nodes}: {fix}")

@@ -56,7 +56,7 @@ def main() -> int:
     )
     if node := int(os.environ.get(AGENT, "0")):
         agent.SILENT_S = float(os.environ.get("SILENT_S", agent.SILENT_S))
-        return agent.run_agent(config, node, fresh=False, say=print)
+        return agent.run_agent(config, RunFolder(folder), node, fresh=False, note=print)
     if config.cluster.kind == "nodes":
         os.environ[SESSION_VARIABLE] = str(os.getpid())
         begin_session(RunFolder(folder))

@@ -26,10 +26,10 @@ IN_PARTS = Wire(server="server", client="client", max_request_bytes=1000, max_re
 class Echo:
     """Answers every request with its payload, but b"no" and, before the request that follows it, b"later"."""
 
-    def __init__(self, host: str = "127.0.0.1", gone: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1", lost: Callable[[bytes], None] | None = None) -> None:
         self._later: tuple[bytes, bytes, bytes] | None = None
         self.clients = list[bytes]()
-        self.server = RpcServer(host, SECRET, WIRE, self._take, gone=gone)
+        self.server = RpcServer(host, SECRET, WIRE, self._take, lost=lost)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
 
@@ -184,8 +184,8 @@ def test_a_server_that_ends_is_noticed_while_waiting_and_afterwards(echo, contex
 
 
 def test_a_server_learns_of_a_client_that_has_ended_and_others_ignore_what_they_did_not_expect(context) -> None:
-    gone: list[bytes] = []
-    echo = Echo(gone=gone.append)
+    lost: list[bytes] = []
+    echo = Echo(lost=lost.append)
     connections = [Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE) for _ in range(2)]
     for connection in connections:
         assert connection.exchange(b"x", 60) == b"x"
@@ -194,10 +194,10 @@ def test_a_server_learns_of_a_client_that_has_ended_and_others_ignore_what_they_
     def ping() -> bool:
         for client in echo.clients:
             echo.server.send(client, bytes(8), b"")
-        return gone != []
+        return lost != []
 
     wait_until(ping)
-    assert set(gone) == {echo.clients[0]}
+    assert set(lost) == {echo.clients[0]}
     assert connections[1].exchange(b"y", 60) == b"y"
     connections[1].close()
     echo.close()

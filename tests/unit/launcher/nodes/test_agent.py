@@ -11,7 +11,7 @@ import pytest
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.nodes import agent
 from tests.support.launcher.driven import Run
-from tests.unit.launcher.nodes.test_supervisor import WAITS, until, works
+from tests.support.launcher.node_programs import WAITS, until, works
 
 NODES = ["cluster.kind=nodes", "cluster.nodes=2", "cluster.bind=0.0.0.0"]
 
@@ -49,6 +49,6 @@ def test_without_a_launcher_an_agent_ends_after_a_while(tmp_path: Path, monkeypa
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     said = list[str]()
     config = load_config(files, [f"run.root={tmp_path}", *NODES])
-    assert agent.run_agent(config, 1, fresh=False, say=said.append) == ExitCode.TEMPORARY
+    assert agent.run_agent(config, config.run_folder, 1, fresh=False, note=said.append) == ExitCode.TEMPORARY
     assert "start the same command on node 0" in said[-1]
     assert not os.listdir(tmp_path), "it has written nothing"

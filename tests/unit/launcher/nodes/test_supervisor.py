@@ -10,24 +10,7 @@ from areal_lora.errors import ExitCode
 from areal_lora.run_folder.events import count_restarts
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.launcher.driven import Run
-
-NODES = ["cluster.kind=nodes", "cluster.nodes=3", "cluster.bind=0.0.0.0"]
-WAITS = "import time; print('works', flush=True); time.sleep(600)"
-TERMED = """
-import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: (print('ends', flush=True), os._exit(0)))
-print('works', flush=True)
-time.sleep(600)
-"""
-
-
-def until(path: Path) -> str:
-    """Code that ends well once ``path`` exists."""
-    return f"import os, time\nprint('works', flush=True)\nwhile not os.path.exists({str(path)!r}): time.sleep(0.05)"
-
-
-def works(run: Run, name: str, times: int = 1) -> Callable[[], bool]:
-    return lambda: run.log(name).count("works") == times
+from tests.support.launcher.node_programs import NODES, TERMED, WAITS, until, works
 
 
 def test_a_run_starts_when_all_nodes_are_there_and_agents_end_with_its_code(

@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.config.sections.run import ClusterConfig
 from areal_lora.errors import ConfigError
-from areal_lora.launcher.nodes.table import LOST_S, AgentReport, NodeTable, Wanted, node_rank
+from areal_lora.launcher.nodes.table import LOST_S, AgentReport, NodeOrders, NodeTable, node_rank
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 
 
@@ -28,13 +28,13 @@ def table(nodes: int = 3) -> NodeTable:
 
 def test_a_start_is_wanted_until_its_end_is_noted_and_that_counts_once() -> None:
     made = table()
-    assert made.answer(report(), 0.0) == Wanted()
+    assert made.answer(report(), 0.0) == NodeOrders()
     assert made.missing() == {2}
     made.start(spec(0))
     made.start(spec(1))
     wanted = made.answer(report(), 1.0)
     assert list(wanted.starts.values()) == [spec(0), spec(1)]
-    assert msgspec.json.decode(msgspec.json.encode(wanted), type=Wanted) == wanted, "as agents read it"
+    assert msgspec.json.decode(msgspec.json.encode(wanted), type=NodeOrders) == wanted, "as agents read it"
     assert made.answer(report(), 2.0).starts == wanted.starts, "whether or not the last answer arrived"
     first, second = wanted.starts
     assert list(made.answer(report(ended={first: 75}), 3.0).starts) == [second]
@@ -48,17 +48,16 @@ def test_a_start_is_wanted_until_its_end_is_noted_and_that_counts_once() -> None
     assert first not in made.answer(report(), 4.0).starts, "numbers do not recur"
 
 
-def test_what_is_killed_stays_wanted_until_it_has_ended() -> None:
+def test_what_is_ended_is_wanted_no_more_and_its_own_end_is_no_news() -> None:
     made = table()
     made.answer(report(), 0.0)
     made.start(spec(0))
     made.start(spec(1))
-    made.kill([spec(1), spec(5)])
-    wanted = made.answer(report(), 1.0)
-    (number,) = wanted.kill
-    assert wanted.starts[number] == spec(1)
-    assert made.answer(report(ended={number: -9}), 2.0).kill == []
-    assert [e.code for e in made.take_exits()] == [-9]
+    _, number = made.answer(report(), 0.5).starts
+    made.end([spec(1), spec(5)], "was ended")
+    assert number not in made.answer(report(), 1.0).starts
+    made.answer(report(ended={number: 0}), 2.0)
+    assert [(e.spec, e.code, e.how(), e.lost) for e in made.take_exits()] == [(spec(1), -9, "was ended", False)]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["silent", "leaves"])
@@ -100,10 +99,10 @@ def test_the_end_of_a_connection_is_the_loss_of_its_agent_unless_it_has_another_
     made.answer(report(), 0.0, b"first")
     made.answer(report(2, "b"), 0.0, b"other")
     made.answer(report(), 0.1, b"second")
-    made.gone(b"first")
+    made.disconnected(b"first")
     assert made.missing() == set()
     assert made.clients() == [b"second", b"other"]
-    made.gone(b"second")
+    made.disconnected(b"second")
     assert made.missing() == {1}
 
 
@@ -119,7 +118,9 @@ def test_of_two_agents_of_one_node_the_first_keeps_it_while_it_is_alive() -> Non
     made = table()
     made.answer(report(agent="a"), 0.0)
     made.start(spec(0))
-    assert made.answer(report(agent="b"), 1.0) == Wanted(), "neither refused nor given anything: the first may be dead"
+    assert made.answer(report(agent="b"), 1.0) == NodeOrders(), (
+        "neither refused nor given anything: the first may be dead"
+    )
     assert len(made.answer(report(agent="a"), 1.2).starts) == 1
     assert made.answer(report(agent="b"), 1.4).refused == "it is that of host-a, process 7"
     for now in range(int(LOST_S) + 3):
