@@ -82,7 +82,7 @@ class _Node:
     client: bytes = b""
     seen: float = 0.0
     rival: str = ""
-    refused: set[str] = field(default_factory=set)
+    refused: str = ""
     starts: dict[int, ProcessSpec] = field(default_factory=dict)
 
 
@@ -103,13 +103,12 @@ class NodeTable:
         if (known := node.report) is None:
             self.notes.append(f"node {report.place} is there")
         elif known.agent != report.agent:
-            if report.agent in node.refused:
+            if report.agent == node.refused:
                 return NodeOrders(refused=f"it is that of {known.host}, process {known.pid}")
             node.rival = report.agent  # waits: the other one may have been killed
             return NodeOrders()
         elif node.rival:
-            node.refused.add(node.rival)  # by this report: the other one is alive
-            node.rival = ""
+            node.refused, node.rival = node.rival, ""  # by this report: the other one is alive
         node.report, node.seen, node.client = report, now, client
         for number, code in report.ended.items():
             if (spec := node.starts.pop(number, None)) is not None:
