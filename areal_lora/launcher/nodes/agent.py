@@ -37,7 +37,7 @@ def run_agent(config: Config, folder: RunFolder, node: int, *, fresh: bool, note
     note(f"Node {node} of {config.cluster.nodes}: waiting for the launcher on node 0, in {folder}")
     until = time.monotonic() + JOIN_S
     with Interrupts() as interrupts:
-        while not interrupts.count and time.monotonic() < until:
+        while not interrupts.count:
             if (session := _session(folder)) and RunFolder(folder.path, session).secret.exists():
                 stay = _Stay(RunFolder(folder.path, session), node, interrupts, note)
                 if (code := stay.run()) is not None:
@@ -47,11 +47,11 @@ def run_agent(config: Config, folder: RunFolder, node: int, *, fresh: bool, note
                 if not fresh and (previous := previous_run(folder)) is not None and previous.finished(config):
                     note("This run is done.")
                     return ExitCode.DONE
+            if time.monotonic() > until:
+                note(f"error: no launcher was there for {JOIN_S:.0f} s (fix: start the same command on node 0)")
+                return ExitCode.TEMPORARY
             time.sleep(LOOK_S)
-    if interrupts.count:
-        return ExitCode.INTERRUPTED
-    note(f"error: no launcher of this run was there for {JOIN_S:.0f} s (fix: start the same command on node 0)")
-    return ExitCode.TEMPORARY
+    return ExitCode.INTERRUPTED
 
 
 def _session(folder: RunFolder) -> str:
