@@ -1,7 +1,8 @@
 """The processes of a run on several nodes, as the launcher on node 0 supervises them.
 
 Those of its own node are its children. A unit with processes elsewhere starts once each of its nodes has an agent: at
-first all nodes, later those of the unit. A server whose node is lost is excluded from the run until then.
+first all nodes, later those of the unit. A server whose node is lost is excluded from the run until then. The trainer
+does not start with fewer servers than the run needs.
 """
 
 import threading
@@ -14,7 +15,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.sections.run import own_place
 from areal_lora.errors import ProcessFailed
 from areal_lora.launcher.nodes.table import JOIN_S, LAUNCHER, VARIABLES, AgentReport, NodeOrders, NodeTable
-from areal_lora.launcher.plan import SERVER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, unit_of
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.network.rpc import RpcServer, Wire
@@ -38,6 +39,7 @@ class NodeSupervisor(Supervisor):
         self._folder, self._note, self._lock = plan.run_folder, note, threading.Lock()
         self._table, self._complete = NodeTable(plan.nodes, plan.run_folder.log), False
         self._waiting = list[tuple[ProcessSpec, ...]]()
+        self._spare = max(0, len(plan.role(SERVER)) - config.cluster.min_servers)
         self._needed_s = self._reminded_s = self._pinged_s = 0.0
         self._host, secret = own_place(config.cluster, self._folder).address, read_secret(self._folder)
         lost = self._disconnected
@@ -122,7 +124,9 @@ class NodeSupervisor(Supervisor):
             self._table.look(now)
             missing, notes, self._table.notes = self._table.missing(), self._table.notes, []
             self._complete = self._complete or not missing
-            ready = [unit for unit in self._waiting if self._complete and missing.isdisjoint(s.node for s in unit)]
+            there = [unit for unit in self._waiting if self._complete and missing.isdisjoint(s.node for s in unit)]
+            away = sum(unit[0].role == SERVER for unit in self._waiting if unit not in there)
+            ready = [unit for unit in there if away <= self._spare or unit[0].role != TRAINER]
             self._waiting = [unit for unit in self._waiting if unit not in ready]
             started = [spec for unit in ready for spec in unit]
             for spec in (spec for spec in started if spec.node):

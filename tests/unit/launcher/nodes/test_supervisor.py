@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,9 +72,9 @@ def test_a_lost_node_gets_its_processes_back_and_the_others_of_the_unit_are_rest
         ("server", 1, WAITS, 2),
         ("controller", 0, WAITS),
         ("trainer", 0, until(tmp_path / "go")),
-        ("trainer", 1, WAITS, 1),
+        ("trainer", 1, "import time; print('works', time.monotonic(), flush=True); time.sleep(600)", 1),
     )
-    launcher = begin(*processes, overrides=NODES)
+    launcher = begin(*processes, overrides=[*NODES, "cluster.min_servers=2"])
     agents = [begin(overrides=NODES, node=node) for node in (1, 2)]
     for name in ("server-1", "trainer-1"):
         launcher.wait_for(works(launcher, name))
@@ -86,10 +87,14 @@ def test_a_lost_node_gets_its_processes_back_and_the_others_of_the_unit_are_rest
     launcher.wait_for(folder.excluded("server-1").exists)
     launcher.wait_for(lambda: "trainer-1 was lost with node 1" in launcher.printed)
     assert works(launcher, "trainer-0")(), "no rank starts without the others"
-    for node in (1, 2):
-        agents.append(begin(overrides=NODES, node=node))
+    agents.append(begin(overrides=NODES, node=1))
+    launcher.wait_for(lambda: f"process {agents[2].process.pid}) is there" in launcher.printed)
+    time.sleep(1.0)  # in which the ranks would start
+    before = time.monotonic()
+    agents.append(begin(overrides=NODES, node=2))
     for name in ("server-1", "trainer-0", "trainer-1"):
         launcher.wait_for(works(launcher, name, 2))
+    assert float(launcher.log("trainer-1").split()[-1]) > before, "the run needs two servers"
     assert works(launcher, "server-0")()
     assert not folder.excluded("server-1").exists()
     (tmp_path / "go").touch()
