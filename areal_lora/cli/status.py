@@ -275,7 +275,7 @@ def _processes(
         node = nodes.get(name)
         elsewhere = endpoint is not None and not endpoint.host.startswith("127.") and endpoint.host not in own
         # Another machine's cannot be seen from here.
-        unseen = not over and node not in lost and (config.cluster.kind == "slurm" or elsewhere)
+        unseen = not over and node not in lost and (config.cluster.kind != "local" or elsewhere)
         node_name = os.uname().nodename if name in here or endpoint else ""
         host = endpoint.host if endpoint and elsewhere and name not in here else node_name
         yield ProcessStatus(

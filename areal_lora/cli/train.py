@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,8 @@ def train(
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
     if dry_run:
-        print_dry_run(chosen, fresh=fresh, details=details)
+        command = ["train", *_files(config), *(overrides or []), *["--serve"] * serve, *["--fresh"] * fresh]
+        print_dry_run(chosen, command, fresh=fresh, details=details)
     elif explain_resume:
         prepared = prepare(chosen, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
         print(*resume_lines(prepared.config), sep="\n")
@@ -80,7 +82,8 @@ def sweep(
         sweeps.print_result(listed.run_folder, out)
         return
     if dry_run:
-        print_dry_run(listed, fresh=fresh)
+        flags = ["--by", by, *[f"--rungs={rungs}"] * bool(rungs), *["--fresh"] * fresh]
+        print_dry_run(listed, ["sweep", *words, *_files(config or []), *flags], fresh=fresh)
     else:
         raise typer.Exit(start(listed, fresh=fresh, sweep=chosen))
 
@@ -103,7 +106,12 @@ def plan(
         runs = [word for word in words or [] if "=" not in word]
         print_simulation(chosen, gpus=gpus, like=like or next(iter(runs), None))
     else:
-        print_dry_run(chosen, details=details)
+        command = ["train", *_files(config), *(words or [])] if config else ["resume", *(words or [])]
+        print_dry_run(chosen, command, details=details)
+
+
+def _files(config: Sequence[Path]) -> list[str]:
+    return [word for file in config for word in ("--config", str(file))]
 
 
 def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> None:
@@ -135,10 +143,13 @@ def print_simulation(config: Config, *, gpus: int | None, like: str | None) -> N
         console.print(table)
 
 
-def print_dry_run(config: Config, *, fresh: bool = False, details: bool = False) -> None:
-    """Print the resolved plan of ``config``; start and create nothing. Raises ConfigErrors for what cannot start."""
+def print_dry_run(config: Config, command: Sequence[str], *, fresh: bool = False, details: bool = False) -> None:
+    """Print the resolved plan of ``config``, which ``command`` starts; start and create nothing.
+
+    Raises ConfigErrors for what cannot start.
+    """
     prepared = prepare(config, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
-    print_plan(prepared.config, prepared.plan, Console(highlight=False), full=details)
+    print_plan(prepared.config, prepared.plan, Console(highlight=False), full=details, command=["areal-lora", *command])
 
 
 def chosen_config(files: list[Path], words: list[str]) -> Config:

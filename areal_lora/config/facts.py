@@ -164,7 +164,7 @@ def gather_facts(config: models.Config, *, runs_here: bool) -> Facts:
         chat_template=_chat_template(config.model),
         address_problem=_address_problem(config) if runs_here else None,
         devices=_visible_devices(config.cluster.device) if runs_here else None,
-        memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
+        memory_bytes=machine_memory() if runs_here or config.cluster.kind == "local" else None,
         device_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20 or None,
         shared_bytes=shared if runs_here else None,
     )

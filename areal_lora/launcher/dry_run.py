@@ -3,6 +3,7 @@ of ``--explain-resume``. Reads the run folder; starts and changes nothing.
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from areal_lora.config.sizing.memory import GIB, device_bytes
 from areal_lora.config.sizing.what_if import what_if
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
 from areal_lora.families.sites import adapter_size
+from areal_lora.launcher.nodes.table import VARIABLES
 from areal_lora.launcher.plan import CONTROLLER, PAGE, REMOTE, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 from areal_lora.launcher.start import previous_run, with_absolute_root
@@ -38,8 +40,12 @@ SMALL = 4 * GIB
 """Below this many bytes of a process parts are printed in MiB."""
 
 
-def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
-    where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
+def print_plan(
+    config: Config, plan: JobPlan, console: Console, *, full: bool = False, command: Sequence[str] = ()
+) -> None:
+    """``command`` starts the run."""
+    kinds = {"local": "this machine", "slurm": f"Slurm, {plan.nodes} nodes", "nodes": f"{plan.nodes} nodes"}
+    where = kinds[config.cluster.kind]
     several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
     steps = f"{sum(recorded.steps_of(config).values())} steps{several}"
     console.print(f"[bold]{config.run.name}[/bold]: {steps} on {where}; nothing is started")
@@ -52,6 +58,10 @@ def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = 
     if config.cluster.kind == "slurm":
         console.print("\n[bold]Batch script[/bold]")
         console.print(sbatch_script(config, plan), markup=False, soft_wrap=True)
+    if config.cluster.kind == "nodes":
+        console.print("\n[bold]Commands[/bold], one on each node; all share the run folder")
+        for node in range(plan.nodes):
+            console.print(f"{VARIABLES[0]}={node} {shlex.join(command)}", markup=False, soft_wrap=True)
     if full:
         for table in details(config, plan):
             console.print(table)
@@ -221,7 +231,8 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
         found.append(("device memory of a trainer rank", rank, left))
         before_kv = _server(plan).device - staging - sizing.kv_part(config, plan.shape)
         found.append(("device memory of a server before its KV cache", before_kv, share))
-    host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
+    limits = {"slurm": slurm_bytes(config.cluster.slurm.mem), "local": machine_memory()}
+    host = limits.get(config.cluster.kind)
     most = max(sizing.host_bytes(plan.memory, node) for node in range(plan.nodes))
     if host is not None:
         name = "host memory of a node" if config.cluster.kind == "slurm" else "memory of this machine"

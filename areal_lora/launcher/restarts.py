@@ -190,10 +190,15 @@ class _Unit:
 
 
 class Restarts:
-    """``most`` is the number of restarts by role, ``min_servers`` what the run needs; see the module's text."""
+    """``most`` is the number of restarts by role, ``min_servers`` what the run needs; see the module's text.
 
-    def __init__(self, specs: Sequence[ProcessSpec], most: Mapping[str, int], min_servers: int = 1) -> None:
-        self._units, self.min_servers = dict[str, _Unit](), min_servers
+    With ``nodes_return`` a lost node gets its units back when it is there again: the loss is a failure like others.
+    """
+
+    def __init__(
+        self, specs: Sequence[ProcessSpec], most: Mapping[str, int], min_servers: int = 1, nodes_return: bool = False
+    ) -> None:
+        self._units, self.min_servers, self._nodes_return = dict[str, _Unit](), min_servers, nodes_return
         for spec in specs:
             unit = self._units.setdefault(unit_of(spec), _Unit((), most.get(spec.role, 0)))
             unit.specs += (spec,)
@@ -216,7 +221,7 @@ class Restarts:
         unit.newest = newest or {}
         worked_s = now - unit.restarted_at if observes else worked_s
         unit.has_worked |= worked_s is not None
-        if ended.lost:
+        if ended.lost and not self._nodes_return:
             return self._abandon(unit, ended)
         if ended.never_started:
             unit.launches += 1

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
@@ -29,7 +30,8 @@ from areal_lora.config.rules.findings import Finding, Severity, resolve_targets
 from areal_lora.config.rules.guardrails import check_start
 from areal_lora.errors import NON_RETRYABLE, ArealLoraError, ConfigError, ConfigErrors, EnvironmentError_, ExitCode
 from areal_lora.families.registry import is_hub_name
-from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.nodes.table import node_rank
+from areal_lora.launcher.plan import ROLES, JobPlan, make_plan
 from areal_lora.launcher.restarts import RunEnd
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart, check_packages, previous_run, prompt_findings, with_absolute_root
@@ -40,6 +42,7 @@ from areal_lora.obs.console import LiveConsole, duration, human_bytes, print_lin
 from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.obs.tracking.main import check_clients
 from areal_lora.run_folder.events import EndEvent, note_event, now_utc
+from areal_lora.run_folder.paths import SESSION_VARIABLE
 from areal_lora.tasks.check import reward_problems, task_problems
 
 ANSWER_S = 10.0
@@ -197,7 +200,8 @@ class PreparedRun:
 
 
 def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> int:
-    """Run ``config`` on this machine, or submit it to Slurm; resume the run in its folder unless ``fresh``.
+    """Run ``config`` here, or submit it to Slurm; resume the run in its folder unless ``fresh``. With other nodes this
+    is the launcher on the first one, and the agent of each other.
 
     With a ``sweep`` its adapters are the trials, which are checked as listed ones and join the run.
     Blocks until a local run ends. Call it in the main thread: Ctrl-C stops the run. Returns an ``ExitCode``: DONE,
@@ -205,19 +209,26 @@ def run(config: Config, *, fresh: bool = False, sweep: Sweep | None = None) -> i
     """
     out, err = run_console(), Console(stderr=True, highlight=False)
     prepared = prepare(config, err, fresh=fresh)
+    if node := node_rank(config.cluster):
+        from areal_lora.launcher.nodes.agent import run_agent  # zmq, which no other launcher needs
+
+        return run_agent(config, prepared.plan.run_folder, node, fresh=fresh, note=partial(print_line, out))
     chosen = prepared.config if sweep is None else launched(prepared.config, sweep)
     return start(chosen, prepared.plan, out, fresh, prepared.download, sweep=sweep).code
 
 
 def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
     """Find the model, check and plan; warnings go to ``err``. Offline unless ``starts``. Raises ConfigErrors."""
-    here = starts and config.cluster.kind == "local"
-    previous = None if fresh else previous_run(with_absolute_root(config).run_folder)
+    here, node = starts and config.cluster.kind != "slurm", node_rank(config.cluster) if starts else 0
+    if here and config.cluster.kind == "nodes":
+        os.environ[SESSION_VARIABLE] = uuid4().hex[:16]  # of this start; an agent follows that of node 0
+    # Node 0 may be writing the folder.
+    previous = None if fresh or node else previous_run(with_absolute_root(config).run_folder)
     config, needed = resolve(config, previous.config.model if previous else None, online=starts)
     facts = gather_facts(config, runs_here=here)
-    if here:
+    if here and config.cluster.kind == "local":
         check_packages(config)
-    if starts:
+    if starts and not node:
         check_clients(config.run.trackers)
     findings = check_start(config, facts)
     if errors := [finding.error() for finding in findings if finding.severity is Severity.ERROR]:
@@ -231,7 +242,10 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
             raise ConfigErrors(found)
     _warn(prompt_findings(config, online=starts), err)
     config = resolve_targets(config, facts)
-    return PreparedRun(config=config, plan=make_plan(config, facts), download=needed)
+    plan = make_plan(config, facts)
+    if here and config.cluster.kind == "nodes":
+        check_packages(config, {ROLES[spec.role] for spec in plan.processes if spec.node == node})
+    return PreparedRun(config=config, plan=plan, download=needed)
 
 
 def _warn(findings: Iterable[Finding], err: Console) -> None:
@@ -292,18 +306,20 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     Failed processes are restarted (`Restarts`). Whatever the outcome, no process, port or shared memory remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
-    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:
+    with Interrupts() as interrupts, _supervisor(config, plan, view) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:
             failure = Watch(config, plan, supervisor, view).until_end(lambda: interrupts.count > 0)
         finally:
             view.stop()
+        supervisor.code = ExitCode.INTERRUPTED if interrupts.count else ExitCode.DONE
         if interrupts.count:
             console.print("Interrupted: stopping (once more to kill at once).", markup=False)
         elif failure is not None:
             # Printed before the stop, which takes seconds and adds errors of the other processes.
             print_failure(failure, console)
+            supervisor.code = failure.code if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
         supervisor.stop(interrupted=interrupts)
     if interrupts.count:
         print_line(console, f"Stopped. The run folder is {plan.run_folder}. The same command resumes the run.")
@@ -312,10 +328,18 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     elif failure is None:
         return RunEnd(code=ExitCode.DONE)
     else:
-        code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
+        code = ExitCode(supervisor.code)
         event = end_event(failure, code)
         end = RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")
     note_event(plan.run_folder, event)
     if not plan.run_folder.summary.is_file():
         print_report(plan.run_folder, console)
     return end
+
+
+def _supervisor(config: Config, plan: JobPlan, view: LiveConsole) -> Supervisor:
+    if config.cluster.kind != "nodes":
+        return Supervisor(plan.run_folder.logs, STOP_GRACE_S)
+    from areal_lora.launcher.nodes.supervisor import NodeSupervisor  # zmq
+
+    return NodeSupervisor(config, plan, view.note)

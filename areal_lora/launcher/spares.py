@@ -42,7 +42,7 @@ from areal_lora.run_folder.status import HEARTBEAT_TIMEOUT_S, forget_beats, last
 
 JOB, LOCAL = "job", "local"
 POLL_S = 0.2
-LOOK_S = {"local": 1.0, "slurm": 10.0}
+LOOK_S = {"local": 1.0, "nodes": 1.0, "slurm": 10.0}
 HELD = ("CONFIGURING", "SUSPENDED")
 """States of a job that has nodes while nothing of it runs."""
 END_S = 10.0
@@ -81,7 +81,7 @@ def run_state(config: Config, folder: RunFolder) -> RunState:
     """State of the run in ``folder``, seen from this machine."""
     current = RunFolder.current(folder.path)
     session, secret_ns = current.session, current.secret.stat().st_mtime_ns if current.secret.exists() else 0
-    if config.cluster.kind == "local":
+    if config.cluster.kind != "slurm":
         phase = Phase.RUNNING if holder(folder) else Phase.OVER
     else:
         job = job_query.submitted_job(folder)

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.recorded import conflict, read_config, steps_of, write_config
 from areal_lora.config.rules.findings import Finding, warning
+from areal_lora.config.sections.run import Role
 from areal_lora.data.prompts import Formatter, load_tokenizer
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm.job_query import look, submitted_job
@@ -283,7 +284,7 @@ class RunStart:
             write_config(self.folder, self.config)  # first: no start takes a folder that has files and not this one
         if self._sweep is not None:
             record_sweep(self.folder, self._sweep)
-        if self.config.cluster.kind == "local":
+        if self.config.cluster.kind != "slurm":
             begin_session(self.folder)
         else:
             forget_sessions(self.folder)  # the job starts its own
@@ -372,8 +373,8 @@ TRANSFORMER_ENGINE = "transformer_engine_torch"  # of Megatron's layers on GPUs;
 SERVERS = ("vllm",)
 
 
-def check_packages(config: Config) -> None:
-    """Raise EnvironmentError_ for a missing package of a role that this interpreter runs; imports nothing.
+def check_packages(config: Config, roles: Collection[Role] = ("trainer", "rollout")) -> None:
+    """Raise EnvironmentError_ for a missing package of one of ``roles`` that this interpreter runs; imports nothing.
 
     Roles with an interpreter of their own are examined by `areal-lora doctor`.
     """
@@ -382,7 +383,7 @@ def check_packages(config: Config) -> None:
         ("trainer", (*ENGINES[config.trainer.engine], *[TRANSFORMER_ENGINE] * on_gpus), config.trainer.python),
         ("rollout", SERVERS, config.rollout.python),
     ):
-        for module in modules if own in (None, sys.executable) else ():
+        for module in modules if role in roles and own in (None, sys.executable) else ():
             try:
                 spec = importlib.util.find_spec(module)
             except ModuleNotFoundError:  # its parent is missing

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import psutil
 
-from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.errors import EnvironmentError_, ExitCode, ProcessFailed
 from areal_lora.launcher import guardian
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.restarts import ProcessExit, note_restart
@@ -53,6 +53,8 @@ class Supervisor:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._mark = uuid4().hex
         self._searched_s = 0.0
+        self.code = int(ExitCode.COMPONENT_FAILED)
+        """That of the run, for the agents of other nodes."""
 
     def __enter__(self) -> "Supervisor":
         _adopt_orphans(True)

@@ -73,14 +73,15 @@ class Watch:
         budget, beats_s = config.run.max_restarts, HEARTBEAT_TIMEOUT_S
         budgets = dict.fromkeys((roles.TRAINER, roles.CONTROLLER, roles.SERVER), budget)
         budgets |= dict.fromkeys(roles.OBSERVERS, restarts.OBSERVER_RESTARTS)
-        self._restarts = Restarts(plan.processes, budgets, min_servers=config.cluster.min_servers)
+        returns, least = config.cluster.kind == "nodes", config.cluster.min_servers
+        self._restarts = Restarts(plan.processes, budgets, min_servers=least, nodes_return=returns)
         beating = dict.fromkeys((roles.CONTROLLER, roles.SERVER, roles.SERVICE, roles.REMOTE), beats_s)
         self._pulse = Pulse(beating | {roles.TRAINER: config.run.stall_s})
         self._early: list[tuple[float, ProcessExit]] = []
         self._next_tick = 0.0
         self._halving = Halving(plan.run_folder, view)
         self._rolling = RollingRestart(config, plan.run_folder, view)
-        self._page, self._in_job = "", config.cluster.kind == "slurm"
+        self._page, self._in_job = "", config.cluster.kind != "local"
         self._serves = config.service is not None
 
     def until_end(self, asked_to_stop: Callable[[], bool]) -> ProcessExit | None:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -172,10 +172,23 @@ class Listener:
 
 
 class RpcServer:
-    """A `Listener` in the thread that calls `run`, where ``take(client, *frames)`` is called for every message."""
+    """A `Listener` in the thread that calls `run`, where ``take(client, *frames)`` is called for every message.
 
-    def __init__(self, host: str, secret: str, wire: Wire, take: Callable[..., None], *, linger_s: float = 0.0) -> None:
-        self._host, self._secret, self._wire, self._take, self._linger_s = host, secret, wire, take, linger_s
+    ``lost``, if given, is called there for a client that was sent something after its connection had ended.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        secret: str,
+        wire: Wire,
+        take: Callable[..., None],
+        *,
+        lost: Callable[[bytes], None] | None = None,
+        linger_s: float = 0.0,
+    ) -> None:
+        self._host, self._secret, self._wire, self._linger_s = host, secret, wire, linger_s
+        self._take, self._lost = take, lost
         self._port = Future[int]()
         self._stopped = threading.Event()
 
@@ -199,6 +212,7 @@ class RpcServer:
             self._port.set_exception(EnvironmentError_(problem))
             return
         self._loop, self._task, self._socket = asyncio.get_running_loop(), asyncio.current_task(), listener.socket
+        listener.socket.router_mandatory = self._lost is not None
         self._port.set_result(listener.port)
         try:
             while True:
@@ -206,12 +220,13 @@ class RpcServer:
         finally:
             listener.close(self._linger_s)
 
-    def send(self, *frames: bytes | memoryview) -> None:
-        """To the client that the first frame names; lost if it is away. From any thread."""
+    def send(self, client: bytes, *frames: bytes | memoryview) -> None:
+        """Lost if ``client`` is away. From any thread."""
 
         def deliver() -> None:
             if not self._socket.closed:
-                self._socket.send_multipart(frames)
+                sent = cast("asyncio.Future[object]", self._socket.send_multipart([client, *frames]))
+                sent.add_done_callback(lambda done: self._lost(client) if self._lost and done.exception() else None)
 
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(deliver)

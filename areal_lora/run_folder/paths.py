@@ -71,7 +71,7 @@ def sync_folder(path: Path) -> None:
 
 
 SESSION_VARIABLE = "AREAL_LORA_SESSION"
-"""Names the session of a Slurm job to all its processes."""
+"""Names the session of a run on several nodes to all its processes."""
 
 
 class FolderEntry:
@@ -212,7 +212,7 @@ class RunFolder:
         return self.endpoints / f"{process}.json"
 
     def excluded(self, process: str) -> Path:
-        """Exists once the launcher does without ``process`` for the rest of this start."""
+        """Exists while the launcher does without ``process``: for the rest of this start, or until its node returns."""
         return self.endpoints / f"{process}.excluded"
 
     def heartbeat(self, process: str) -> Path:

@@ -220,5 +220,6 @@ def test_listeners_of_a_run_that_other_machines_can_reach(walks: Walks) -> None:
     elsewhere |= {("service", "API", "HTTP")}  # tests/e2e/test_service_run.py
     elsewhere |= {("page", "page", "HTTP")}  # tests/unit/obs/report/test_live.py
     elsewhere |= {("gateway", "remote", "HTTP or HTTPS")}  # tests/process/engine/vllm_ext/test_remote.py
+    elsewhere |= {("launcher", "nodes", "zmq CURVE")}  # tests/e2e/test_nodes_run.py
     not_seen = {(row.process, row.plane, row.transport) for row in table() if row not in seen}
     assert not_seen == elsewhere, "the table has rows of listeners that do not exist"

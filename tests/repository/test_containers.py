@@ -10,7 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from rich.console import Console
 
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.families.registry import known_config
+from areal_lora.launcher.dry_run import print_plan
+from areal_lora.launcher.nodes.supervisor import SLACK_S
+from areal_lora.launcher.nodes.table import LOST_S, node_rank
+from areal_lora.launcher.plan import make_plan
+from areal_lora.launcher.supervise import STOP_GRACE_S
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "containers"
@@ -92,3 +102,29 @@ def test_scripts_parse(script: Path) -> None:
     for shell in ("sh", "bash"):
         done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_manifest_starts_what_the_plan_places(capsys: pytest.CaptureFixture[str]) -> None:
+    job = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())["spec"]
+    pod = job["template"]["spec"]
+    [node] = pod["containers"]
+    words = [*node["command"], *node["args"]]
+    config = words[words.index("--config") + 1]
+    chosen = load_config([Path(config)], [word for word in words if "=" in word])
+    plan = make_plan(chosen, Facts(hf_config=known_config(chosen.model.path)))
+    assert job["completions"] == job["parallelism"] == plan.nodes == chosen.cluster.nodes
+    assert job["completionMode"] == "Indexed"
+    assert [node_rank(chosen.cluster, {"JOB_COMPLETION_INDEX": str(i)}) for i in range(plan.nodes)] == [0, 1, 2]
+    assert {device for spec in plan.processes for device in spec.devices} == set(range(chosen.cluster.devices_per_node))
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == chosen.cluster.devices_per_node
+    mounts = {mount["name"]: mount["mountPath"] for mount in node["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert str(chosen.run.root).startswith(f"{mounts['shared']}/")
+    assert node["env"][0]["value"].startswith(f"{mounts['shared']}/")
+    assert mounts["memory"] == "/dev/shm"
+    assert pod["restartPolicy"] == "OnFailure"
+    assert pod["terminationGracePeriodSeconds"] > STOP_GRACE_S + SLACK_S + LOST_S
+    print_plan(chosen, plan, Console(), command=words)
+    printed = capsys.readouterr().out
+    for rank in range(plan.nodes):
+        assert f"\nAREAL_LORA_NODE_RANK={rank} {' '.join(words)}\n" in printed

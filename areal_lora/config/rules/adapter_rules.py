@@ -49,7 +49,7 @@ def service_fits(config: Config, facts: Facts) -> Iterator[Finding]:
             reason = f"{adapter.name!r} has a dot, and the names of a service's adapters end in .N"
             yield Finding(f"adapters.{i}.name", reason, "use a name without a dot")
     if has_tenants(config) and config.cluster.kind != "local":
-        reason = "the service listens on the loopback address of the launcher's machine, and a Slurm job has several"
+        reason = "the service listens on the loopback address of the launcher's machine, and this run may have several"
         yield Finding("cluster.kind", reason, "start it with cluster.kind=local, inside an allocation for example")
     if (shape := facts.shape) is not None:
         try:

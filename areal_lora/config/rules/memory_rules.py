@@ -220,6 +220,7 @@ def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(error.path, error.reason, error.fix)
         return
+    needed = min(needed, cluster.devices_per_node) if cluster.kind == "nodes" else needed
     if facts.devices is not None and facts.devices < needed:
         reason = f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here"
         fix = "lower trainer.world_size or rollout.servers, or set cluster.device=cpu"
@@ -230,7 +231,7 @@ def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
     cluster = config.cluster
     if cluster.kind == "local" and cluster.nodes > 1:
         reason = f"cluster.kind = local means this machine, not {cluster.nodes} nodes"
-        yield Finding("cluster.nodes", reason, "set cluster.nodes=1, or cluster.kind=slurm")
+        yield Finding("cluster.nodes", reason, "set cluster.nodes=1, or cluster.kind=slurm or nodes")
     elif cluster.total_nodes > 1 and cluster.bind.startswith("127."):
         reason = f"{cluster.total_nodes} nodes cannot reach each other on {cluster.bind}"
         yield Finding("cluster.bind", reason, "set cluster.bind=0.0.0.0")
@@ -246,7 +247,9 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
     if cluster.interface != "auto" and cluster.bind not in WILDCARDS:
         reason = f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is"
         yield Finding("cluster.interface", reason, "set cluster.bind=0.0.0.0, or leave cluster.interface out")
-    elif (problem := facts.address_problem) is not None and cluster.total_nodes == 1:  # else other machines decide
+    elif (problem := facts.address_problem) is not None and (
+        cluster.kind == "nodes" or cluster.total_nodes == 1  # else other machines decide
+    ):
         yield Finding(problem.path, problem.reason, problem.fix)
 
 

@@ -320,7 +320,8 @@ class SlurmConfig(Section):
 
 
 class ClusterConfig(Section):
-    kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
+    kind: Literal["local", "slurm", "nodes"] = "local"
+    """This machine, a Slurm job, or nodes that start the same command."""
     device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: Count = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = 8

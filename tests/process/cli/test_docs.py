@@ -120,6 +120,11 @@ HOW: dict[str, How] = {
     "areal-lora add-servers RUN --servers 2": NO_RUN,
     "areal-lora add-servers RUN --nodes 3 --servers 8 --time 04:00:00 --partition idle": NO_RUN,
     "areal-lora add-servers RUN --here": NO_RUN,
+    'for RANK in 0 1 2; do ssh node$RANK "cd $PWD && AREAL_LORA_NODE_RANK=$RANK areal-lora train --config FILE" & done;'
+    " wait": Elsewhere(
+        test="tests/e2e/test_nodes_run.py::test_a_run_on_three_nodes_survives_its_agents_and_stops_with_one_code",
+        why="several machines",
+    ),
     "areal-lora serve-remote URL --token-file remote.token": Elsewhere(
         test="tests/process/engine/vllm_ext/test_remote.py::"
         "test_a_remote_vllm_scores_and_samples_published_versions_like_hugging_face",

@@ -1,6 +1,7 @@
 """Runs processes given as JSON through the real ``run_local``; the tests start it as a process of its own.
 
-Each is the code of an interpreter, or the words of a command.
+Each is the code of an interpreter, or the words of a command; a fourth value is the node. With other nodes than this
+one the launcher is that of node 0, and ``AGENT`` in the environment makes the process the agent of that node.
 
 ``python -m tests.support.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]' [a.b=c ...]``
 """
@@ -19,11 +20,15 @@ from areal_lora.config.load import load_config
 from areal_lora.config.recorded import write_config
 from areal_lora.families.registry import known_config
 from areal_lora.launcher import restarts, run, watch
+from areal_lora.launcher.nodes import agent
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.obs.console import run_console
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
+from areal_lora.run_folder.status import begin_session
 from tests.support.paths import EXAMPLES
 
+AGENT = "AGENT"
+"""The variable with the node of an agent."""
 LATER = "LATER"
 """The variable with ``SECONDS:STEP:PATH`` of `Ahead`."""
 
@@ -49,6 +54,12 @@ def main() -> int:
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [f"run.root={folder.parent}", f"run.name={folder.name}", *sys.argv[4:]],
     )
+    if node := int(os.environ.get(AGENT, "0")):
+        agent.SILENT_S = float(os.environ.get("SILENT_S", agent.SILENT_S))
+        return agent.run_agent(config, RunFolder(folder), node, fresh=False, note=print)
+    if config.cluster.kind == "nodes":
+        os.environ[SESSION_VARIABLE] = str(os.getpid())
+        begin_session(RunFolder(folder))
     plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
     specs = tuple(
         ProcessSpec(
@@ -56,8 +67,9 @@ def main() -> int:
             index=index,
             argv=tuple(code) if isinstance(code, list) else (sys.executable, "-u", "-c", code),
             env={},
+            node=node[0] if node else 0,
         )
-        for role, index, code in processes
+        for role, index, code, *node in processes
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_config(RunFolder(folder), config)

@@ -17,21 +17,24 @@ from tests.support.clocks import WAIT_S
 from tests.support.launcher import drive
 from tests.support.launcher.stops import marked
 
-Process = tuple[str, int, str | list[str]]
-"""Role, index, and the code or the command."""
+Process = tuple[str, int, str | list[str]] | tuple[str, int, str | list[str], int]
+"""Role, index, and the code or the command; the node, if it is not the first."""
 
 
 class Run:
     """One launcher process, a fork, and all that it starts, whose environment carries its mark."""
 
-    def __init__(self, folder: Path, grace_s: float, processes: list[Process], overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, grace_s: float, processes: list[Process], overrides: Sequence[str] = (), node: int = 0
+    ) -> None:
         self.folder = folder
         self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
-        self._output = folder.with_suffix(".out")
+        self._output = folder.with_suffix(f".out-{self.mark[-8:]}")
         arguments = [str(folder), str(grace_s), json.dumps(processes), *overrides]
         with self._output.open("wb") as output:
-            self.process = command_starter().start(drive.__name__, arguments, os.environ | {name: value}, output)
+            environment = os.environ | {name: value, drive.AGENT: str(node)}
+            self.process = command_starter().start(drive.__name__, arguments, environment, output)
 
     def alive(self) -> list[psutil.Process]:
         """What the launcher has started, found by their environment: also those that no parent knows any more."""
@@ -61,8 +64,8 @@ def beginning(folder: Path) -> Iterator[Callable[..., Run]]:
     """Start launchers in ``folder``; kill on leaving what they left."""
     runs: list[Run] = []
 
-    def start(*processes: Process, grace_s: float = 3.0, overrides: Sequence[str] = ()) -> Run:
-        runs.append(Run(folder, grace_s, list(processes), overrides))
+    def start(*processes: Process, grace_s: float = 3.0, overrides: Sequence[str] = (), node: int = 0) -> Run:
+        runs.append(Run(folder, grace_s, list(processes), overrides, node))
         return runs[-1]
 
     yield start

@@ -234,7 +234,7 @@ def test_maps_of_own_keys_are_those_of_no_section() -> None:
         ("trainer.max_lora_rank=1", ["use rollout.max_lora_rank"]),
         ("trainer.tp=two", ["trainer.tp", "'two'", "integer", "the command line"]),
         ("trainer.tp=0", ["trainer.tp", "0 is not allowed", "greater than 0"]),
-        ("cluster.kind=k8s", ["cluster.kind", "'k8s'", "'local' or 'slurm'"]),
+        ("cluster.kind=k8s", ["cluster.kind", "'k8s'", "'local', 'slurm' or 'nodes'"]),
         ("adapters.0.algorithm.kind=gpro", ["adapters.0.algorithm", "gpro", "'grpo'"]),
         ("adapters.7.rank=1", ["there is no adapter '7'", "gsm8k"]),
         ("trainer.tp.x=1", ["trainer.tp is a value"]),

@@ -265,6 +265,18 @@ def test_a_server_on_a_lost_node_is_abandoned_while_enough_others_remain() -> No
     assert made.take(lost(index=1), 0.0, worked_s=5.0).ends_run, "one server is too few"
 
 
+@pytest.mark.parametrize("role", [TRAINER, SERVER])
+def test_a_lost_node_that_may_return_is_a_failure_within_the_budget(role: str) -> None:
+    made = Restarts([spec(SERVER), spec(SERVER, 1), spec(TRAINER)], {SERVER: 1, TRAINER: 1}, nodes_return=True)
+    end = replace(lost(role), code=-9)
+    verdict = made.take(end, 0.0, worked_s=None)
+    assert (verdict.wait_s, verdict.times) == (1.0, 1)
+    assert "was lost with node n4; " in str(verdict)
+    assert names(made.due(1.0)) == [[end.spec.name]]
+    verdict = made.take(end, 2.0, worked_s=1.0)
+    assert (verdict.ends_run, verdict.abandoned) == (role == TRAINER, role == SERVER)
+
+
 @pytest.mark.parametrize("role", [TRAINER, CONTROLLER])
 def test_the_run_ends_with_a_lost_node_of_trainer_or_controller(role: str) -> None:
     verdict = restarts().take(lost(role), 0.0, worked_s=5.0)

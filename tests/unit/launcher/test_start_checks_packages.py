@@ -29,6 +29,14 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, module: 
     check_packages(config.model_copy(update={role: section}))
 
 
+def test_a_node_needs_the_packages_of_its_own_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    check_packages(make_config(), {"controller"})
+    for role, module in (("trainer", "megatron.core"), ("rollout", "vllm")):
+        with pytest.raises(EnvironmentError_, match=f"has no package {module}"):
+            check_packages(make_config(), {role})
+
+
 @pytest.mark.parametrize(("device", "engine"), [("cuda", "megatron"), ("cuda", "fsdp"), ("cpu", "megatron")])
 def test_megatrons_layers_on_gpus_are_those_of_transformer_engine(device: str, engine: str) -> None:
     config = make_config()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from areal_lora.errors import EnvironmentError_
 from areal_lora.network import rpc
 from areal_lora.network.rpc import Connection, ConnectionLost, Listener, RpcServer, Subscription, Wire
 from areal_lora.rollout.channel import channel_messages
+from tests.support.clocks import wait_until
 
 SECRET = "5e" * 32
 WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
@@ -25,14 +26,16 @@ IN_PARTS = Wire(server="server", client="client", max_request_bytes=1000, max_re
 class Echo:
     """Answers every request with its payload, but b"no" and, before the request that follows it, b"later"."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", lost: Callable[[bytes], None] | None = None) -> None:
         self._later: tuple[bytes, bytes, bytes] | None = None
-        self.server = RpcServer(host, SECRET, WIRE, self._take)
+        self.clients = list[bytes]()
+        self.server = RpcServer(host, SECRET, WIRE, self._take, lost=lost)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
 
     def _take(self, client: bytes, *frames: bytes) -> None:
         number, payload = (frames[0], frames[-1])
+        self.clients.append(client)
         if self._later is not None:
             self.server.send(*self._later)
             self._later = None
@@ -178,6 +181,26 @@ def test_a_server_that_ends_is_noticed_while_waiting_and_afterwards(echo, contex
         another.exchange(b"no", 120.0)
     assert not lost.value.refused, "the key was not at fault"
     another.close()
+
+
+def test_a_server_learns_of_a_client_that_has_ended_and_others_ignore_what_they_did_not_expect(context) -> None:
+    lost: list[bytes] = []
+    echo = Echo(lost=lost.append)
+    connections = [Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE) for _ in range(2)]
+    for connection in connections:
+        assert connection.exchange(b"x", 60) == b"x"
+    connections[0].close()
+
+    def ping() -> bool:
+        for client in echo.clients:
+            echo.server.send(client, bytes(8), b"")
+        return lost != []
+
+    wait_until(ping)
+    assert set(lost) == {echo.clients[0]}
+    assert connections[1].exchange(b"y", 60) == b"y"
+    connections[1].close()
+    echo.close()
 
 
 def test_an_endpoint_that_moved_ends_the_wait(echo, context) -> None:
