@@ -323,6 +323,7 @@ class TrainBatch:
     token t, ``returns[t]`` what it should have been, ``weights[t]`` a client's weight in the loss. [H]: of sequences
     ``held``.
     ``only``: of all micro-batches passes compute those that have one of these sequences, of which there are some.
+    ``zero_advantage``: sequences that have no gradient; a training pass computes them forward only.
     ``routes[t]``: experts that the server chose, of L layers with experts; -1: own choice; ``old_routes[t]``: what the
     proximal pass chose. ``kept[t]``: ids over which log-probabilities of token t are normalised; -1 alone: all.
     ``log_mass``: see `TokenColumns`.
@@ -341,6 +342,7 @@ class TrainBatch:
     adapters: tuple[str, ...]  # [N]
     held: torch.Tensor | None = None  # [N] bool; None: all
     only: torch.Tensor | None = None  # [N] bool; None: all
+    zero_advantage: torch.Tensor | None = None  # [N] bool; None: no sequence
     truncated: torch.Tensor | None = None  # [N] bool; None: no sequence
     baselines: torch.Tensor | None = None  # [N] fp32
     components: torch.Tensor | None = None  # [N, C] fp32

@@ -12,15 +12,26 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Samples, Shaping
-from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Behaviour, Clip, Loss, Objective, PolicyTerms, Tokens
+from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Samples, Shaping, token_credit
+from areal_lora.algorithms.losses import (
+    ESTIMATORS,
+    LOSSES,
+    Behaviour,
+    Clip,
+    Loss,
+    Objective,
+    PolicyTerms,
+    Tokens,
+    sequence_sums,
+)  # fmt: skip
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.errors import ConfigError
 from areal_lora.processes.loading import load_import_path
 from areal_lora.processes.log import get_logger
-from areal_lora.types import Correction
+from areal_lora.types import Correction, TrainBatch
 
 STEP, TOLERANCE = 1e-6, 1e-4  # of central differences in float64, relative to the largest gradient
+ROUNDING = 1e-12  # an advantage below it is that of equal rewards, up to rounding
 LENGTHS = (5, 1, 8)  # of the random sequences
 FAULTS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
@@ -191,6 +202,18 @@ class Algorithm:
             shaping=replace(self.shaping, kl_coef=scale * self.shaping.kl_coef),
             terms=replace(self.terms, kl_coef=scale * self.terms.kl_coef),
         )
+
+    def zero_advantage(self, batch: TrainBatch) -> Tensor | None:
+        """[N] bool: sequences of which no term of the loss has a gradient, as those of groups with equal rewards.
+
+        None where other terms than the advantages have one. It needs no token columns.
+        """
+        terms = self.terms
+        if self.critic or self.needs_ref or terms.entropy_coef or terms.loss not in LOSSES.values():
+            return None
+        advantages = token_credit(self.advantage, self.shaping, batch).advantages
+        counts = sequence_sums((advantages.abs() > ROUNDING).float(), batch.cu_seqlens)
+        return (counts == 0) & ~batch.given
 
     def with_correction(self, chosen: Correction) -> "Algorithm":
         """The same with the ``chosen`` correction, unless it is fixed."""

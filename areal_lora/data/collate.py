@@ -28,8 +28,8 @@ from areal_lora.types import ArrayLike, TrainBatch
 
 # fmt: off
 PER_SEQUENCE = (
-    "shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "only", "truncated", "baselines",
-    "components",
+    "shared_starts", "rewards", "group_ids", "sample_ids", "given", "held", "only", "zero_advantage",
+    "truncated", "baselines", "components",
 )
 # fmt: on
 OF_HELD = ("token_ids", "rollout_logprobs", "versions", "routes", "old_routes", "kept", "log_mass")
@@ -233,10 +233,14 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroPlan:
-    """One micro-batch: ``trees[d]`` are what data-parallel rank d computes. All ranks pad to ``n_tokens``."""
+    """One micro-batch: ``trees[d]`` are what data-parallel rank d computes. All ranks pad to ``n_tokens``.
+
+    A training pass computes it forward only where no sequence has a ``gradient``.
+    """
 
     trees: tuple[tuple[Tree, ...], ...]
     n_tokens: int
+    gradient: bool = True
 
 
 def find_trees(lengths: Sequence[int], shared_starts: Sequence[int], group_ids: Sequence[int]) -> list[Tree]:

@@ -93,9 +93,8 @@ class AdapterEngine:
         self, model: Compute, sharded: ShardedModel, base: ModelConfig, trainer: TrainerConfig, device: torch.device
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.shape = sharded.shape
-        self.routed = sharded.shape.experts > 0
-        """Whether the model chooses experts for each token."""
+        self.shape, self.routed = sharded.shape, sharded.shape.experts > 0
+        """``routed``: whether the model chooses experts for each token."""
         self.spans = Spans(label=profiler_range)
         """Seconds of this rank by verb; FLOPs of all ranks by formula, padding left out."""
         self._base_sizes, self._base_bytes = PassSizes.of(sharded.shape, None), held_bytes(device)
@@ -108,10 +107,9 @@ class AdapterEngine:
         """Make a trainable adapter resident beside the others: lora_A kaiming-uniform, lora_B zero, all fp32.
 
         Each has gradients, moments, clipping and clock of its own; what is done to one changes no byte of another.
-        The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
-        are equal for every layout. A value head is zero at first. ``optimizer`` configures Adam and clipping; the
-        learning rate is an argument of each step. Raises ConfigError for a target module that matches nothing or a
-        name that is resident already.
+        The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they are equal for every
+        layout. A value head is zero at first. ``optimizer`` configures Adam and clipping; the learning rate is an
+        argument of each step. Raises ConfigError for a target module that matches nothing, or a resident name.
         """
         if spec.name in self._residents:
             raise ConfigError("adapters", f"{spec.name!r} is resident already", "give each adapter its own name")
@@ -284,9 +282,13 @@ class AdapterEngine:
         plans = micro.plans_of(batch, layout, self._trainer.max_tokens_per_microbatch)
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
-        packed = (pack(own, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in plans)
-        batches = recorder.watch(packed, plans) if recorder else packed
-        return plans, self._model.run(batches, plans, micro.BatchJudge(readout, losses), train=train)
+        judge, results = micro.BatchJudge(readout, losses), list[micro.Result]()
+        for part in micro.by_gradient(plans):
+            packed = (pack(own, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in part)
+            with torch.set_grad_enabled(backward := train and part[0].gradient):
+                batches = recorder.watch(packed, part) if recorder else packed
+                results += self._model.run(batches, part, judge, train=backward)
+        return plans, results
 
     def memory(self) -> DeviceMemory | None:
         """Of the rank with the highest peak since the last call; None on CPUs."""
@@ -359,9 +361,8 @@ class AdapterEngine:
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).
 
-        Alias names may be present when they equal their wire tensor. Raises
-        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes or unequal
-        aliases. Optimizer moments are kept.
+        Alias names may be present when they equal their wire tensor. Optimizer moments are kept. Raises
+        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes or unequal aliases.
         """
         memory = self.resident(adapter).memory
         memory.load(memory.weights, adapter_memory.checked(memory.layout("float32"), tensors))

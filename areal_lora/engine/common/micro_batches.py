@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     Pipeline stages wait as long as (pp - 1) / c micro-batches take, with c virtual ones a rank (Narayanan et al.,
     arXiv 2104.04473, section 2.2). So with pp the budget falls by fifths while they wait for more than an eighth of
     their micro-batches and these get smaller; the plan is that of the least time. ``batch.only`` does not change where
-    sequences are computed: ranks have the tokens of their `parts_of` alone.
+    sequences are computed: ranks have the tokens of their `parts_of` alone. Micro-batches without a gradient come last.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
@@ -47,17 +47,25 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     trees = find_trees(lengths, shared.tolist(), groups_of_starts(shared).tolist())
     waits, row_ranks = (layout.pp - 1) * layout.pp / len(layout.stage_layers), layout.tp * layout.cp
 
+    zero = [False] * len(lengths) if batch.zero_advantage is None else batch.zero_advantage.tolist()
+    parts = {True: [t for t in trees if not all(zero[i] for i in t.sequences)]}
+    parts[False] = [t for t in trees if all(zero[i] for i in t.sequences)]
+
     def plan(token_budget: int, only: Tensor | None = None) -> list[MicroPlan]:
-        return plan_microbatches(
-            trees,
-            lengths,
-            dp=layout.dp,
-            token_budget=token_budget,
-            multiple=int(np.lcm(layout.chunk * layout.tp, 1 if layout.cp == 1 else 2 * ZIGZAGS)) * layout.cp,
-            uniform=layout.pp > 1,
-            rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
-            only=None if only is None else only.tolist(),
-        )
+        return [
+            replace(each, gradient=gradient)
+            for gradient, part in parts.items()
+            for each in plan_microbatches(
+                part,
+                lengths,
+                dp=layout.dp,
+                token_budget=token_budget,
+                multiple=int(np.lcm(layout.chunk * layout.tp, 1 if layout.cp == 1 else 2 * ZIGZAGS)) * layout.cp,
+                uniform=layout.pp > 1,
+                rounds=layout.pp if len(layout.stage_layers) > layout.pp else 1,
+                only=None if only is None else only.tolist(),
+            )
+        ]
 
     def time(plans: list[MicroPlan]) -> float:
         return (len(plans) + waits) * (plans[0].n_tokens + LAUNCHES * row_ranks)
@@ -73,6 +81,11 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         if last[0].n_tokens >= frame:  # that of one sequence
             break
     return best if batch.only is None else plan(chosen, batch.only)
+
+
+def by_gradient(plans: Iterable[MicroPlan]) -> list[list[MicroPlan]]:
+    """The micro-batches that a training pass computes forward and backward, then the others; one list may be absent."""
+    return [list(part) for _, part in groupby(plans, key=lambda plan: plan.gradient)]
 
 
 def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:
@@ -109,14 +122,15 @@ def flops_of(
     """
     lengths, counts, starts = batch.cu_seqlens.diff().tolist(), Counter[str](), batch.cu_seqlens.tolist()
     mask = np.ones(batch.n_tokens, np.bool_) if batch.weights is not None else batch.loss_mask.numpy()
-    for tree in (tree for plan in plans for trees in plan.trees for tree in trees):
+    passes = [(recompute if plan.gradient else None, tree) for plan in plans for trees in plan.trees for tree in trees]
+    for how, tree in passes:
         of, tokens, pairs = sizes[batch.adapters[tree.sequences[0]]], tree.size(lengths), tree.pairs(lengths)
         own = [mask[starts[i] : starts[i + 1]] for i in tree.sequences]
         shared = np.logical_or.reduce([each[: tree.shared] for each in own])
         read = int(shared.sum()) + sum(int(each[tree.shared :].sum()) for each in own)
-        counts["flops"] += of.forward(tokens, pairs, read) if recompute is None else of.training(tokens, pairs, read)
-        if recompute not in (None, "none"):
-            counts["recomputed_flops"] += of.recompute(tokens, 0 if recompute == "selective" else pairs)
+        counts["flops"] += of.forward(tokens, pairs, read) if how is None else of.training(tokens, pairs, read)
+        if how not in (None, "none"):
+            counts["recomputed_flops"] += of.recompute(tokens, 0 if how == "selective" else pairs)
     return counts
 
 
@@ -265,7 +279,7 @@ class RouteRecorder:
 
         Of virtual stages the first may compute the next micro-batch while the last ones of pp - 1 before lack theirs.
         """
-        self._plans = list(plans)
+        self._plans += plans
         for packed in batches:
             self._waiting.append(packed)
             yield packed

@@ -12,6 +12,7 @@ others wait for rank 0 in the control exchange, which has the longest time-out.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -137,6 +138,7 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
     others = exchange.rank != 0
     histogram = assert_staleness(packed.runs, state.version, state.adapter.run.max_staleness)
     batch = collate(packed, np.zeros(len(packed.rows), np.bool_) if others else None)
+    batch = replace(batch, zero_advantage=(zero := state.tuned.algorithm.zero_advantage(batch)))
     held, of_ranks = trainer.engine.parts(batch, state.adapter.config.minibatches)
     held |= bool(state.tuned.algorithm.shaping.kl_coef) or packed.has_teacher
     own = held[of_ranks[exchange.rank]] & others
@@ -149,7 +151,8 @@ def batch_of(trainer: Trainer, state: TrainingState, packed: PackedGroups) -> tu
             exchange.scatter(lambda part: packed.routes_of(held[part]), of_ranks, room)
             routes = room.view(f"V{packed.shape.n_bytes}")[:, 0]
     if others:
-        batch = collate(msgspec.structs.replace(packed, columns=columns, routes=routes), own)
+        packed = msgspec.structs.replace(packed, columns=columns, routes=routes)
+        batch = replace(collate(packed, own), zero_advantage=zero)
     if problem := first_problem(contradiction(batch), exchange):
         raise AlignmentError(problem)
     return batch, histogram

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from areal_lora.config.models import TrainerConfig
 from areal_lora.data.collate import MicroPlan, Tree, plan_microbatches, scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.micro_batches import computed_by, of_stage, parts_of, plans_of
+from areal_lora.engine.common.micro_batches import by_gradient, computed_by, flops_of, of_stage, parts_of, plans_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import TrainBatch
 from tests.support.distributed.scores_ranks import deliver
@@ -179,3 +181,29 @@ def test_a_start_that_saves_less_than_it_costs_is_not_shared() -> None:
     """A main agent and a helper in turns have three tokens of the template in common."""
     trees = trees_of(scoring_batch([[1] * 3 + [2 + i % 2] * 100 for i in range(6)], "a"))
     assert trees == [Tree(sequences=(i,), shared=0) for i in range(6)]
+
+
+def test_without_a_gradient_a_micro_batch_is_apart_and_counts_forward_only() -> None:
+    """A unit of work a token: forward 1, training 3, computed again 1."""
+    lengths = [400, 300, 200, 100, 350, 250, 150, 50]
+    zero = torch.tensor([True, False, True, False, False, True, False, True])
+    batch = replace(scoring_batch([[i] * n for i, n in enumerate(lengths)], "a"), zero_advantage=zero)
+    plans = plans_of(batch, ParallelLayout.of(TrainerConfig(world_size=2), layers=1, experts=0), 512)
+    found = {gradient: sorted(of(plans, gradient)) for gradient in (True, False)}
+    assert found == {gradient: (zero != gradient).nonzero().flatten().tolist() for gradient in (True, False)}
+    assert [[plan.gradient for plan in part] for part in by_gradient(plans)] == [[True], [False]]
+    units: Any = SimpleNamespace(
+        forward=lambda tokens, *_: tokens, training=lambda tokens, *_: 3 * tokens, recompute=lambda tokens, _: tokens
+    )
+    active, idle = 900, 900
+    counts = {kind: flops_of(plans, batch, {"a": units}, kind) for kind in (None, "none", "full")}
+    assert counts == {
+        None: {"flops": active + idle},
+        "none": {"flops": 3 * active + idle},
+        "full": {"flops": 3 * active + idle, "recomputed_flops": active},
+    }
+
+
+def of(plans: list[MicroPlan], gradient: bool) -> list[int]:
+    chosen = (tree for plan in plans if plan.gradient == gradient for trees in plan.trees for tree in trees)
+    return [i for tree in chosen for i in tree.sequences]

@@ -139,6 +139,9 @@ def test_every_pass_of_a_rank_has_the_tokens_that_it_has_with_the_whole_batch(
     assert len(_encode(TrainOn(adapter="a", batch=packed))) < 100 * len(packed.rows), "a message has no columns"
     found = on_all(layout, adapter, packed)
     want = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, whole)
+    zero = torch.tensor([not part.any() for part in want.advantages.split(whole.cu_seqlens.diff().tolist())])
+    assert 0 < zero.sum() < len(zero)
+    whole = replace(whole, zero_advantage=zero & ~whole.given)
     held = torch.zeros(layout.dp, whole.n_sequences, dtype=torch.int64)
     for rank, (batch, histogram) in enumerate(found):
         assert histogram == {age: int((whole.versions == VERSION - age).sum()) for age in (0, 1)}
