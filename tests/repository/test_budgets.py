@@ -24,19 +24,19 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 930,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
-    "algorithms": 1614,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; bounds
+    "": 932,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
+    "algorithms": 1637,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; fp16; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
-    "cli": 2358,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
-    "config": 4775,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; room; formats; ranks; kinds; quantised
-    "data": 949,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
+    "cli": 2369,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
+    "config": 4844,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
+    "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12106,  # seats; routes; kept ids, caches; stages; two runners; streams; chunks; counts; stops; padding
-    "families": 1539,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 4926,  # virtual time; sweeps; trackers, rolling; first failures; checkpoints; beats; locks, outages
+    "engine": 12172,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
+    "families": 1553,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
+    "launcher": 5449,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage
-    "network": 1034,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
+    "network": 1049,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
@@ -45,8 +45,8 @@ LINES = {
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
-    "trainer": 4349,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
-    "weight_sync": 5768,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
+    "trainer": 4352,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
+    "weight_sync": 5771,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }
 """Lines of each room; those of the package's own files are under the empty name."""
 LIMITS: dict[str, float] = {
