@@ -45,6 +45,7 @@ def unpacked(package: str, version: str, folder: Path, *, whole: bool = False) -
 
     AREAL_LORA_WHEELS names a folder that keeps wheels between sessions.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     cache = Path(os.environ.get("AREAL_LORA_WHEELS") or tempfile.mkdtemp(dir=folder))
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(cache.glob(pattern)):
