@@ -5,6 +5,7 @@ a retry can succeed. This module never retries; the controller retries whole gro
 """
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class GenerationFault(RolloutError):
 
 
 class HandedBack(Exception):
-    """The server is leaving: another one has to answer the request. No fault."""
+    """The server is leaving, or has lost a conversation's version: another one has to answer. No fault."""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -184,6 +185,7 @@ def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     )
 
 
+_Body: TypeAlias = CompletionRequest | ToolCallsBody
 _Read: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 
 
@@ -238,14 +240,9 @@ class CompletionClient:
         self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _PartReader | None = None
     ) -> tuple[AdapterRef, list[SampledChoice]]:
         """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
-        body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins, stream=streamed is not None)
+        body = msgspec.structs.replace(request, pin_version=self.pins, stream=streamed is not None)
         read = _decoded(Completion) if streamed is None else streamed.read
-        try:
-            completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
-        except GenerationFault as fault:  # a conversation's version may have left its server before the router knew
-            if fault.kind is not FaultKind.RETIRED or not self.home or not self.router.holds(other := self.newest(ref)):
-                raise
-            return await self.complete(other, request, timeout_s, streamed)
+        completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(request.n)):
             raise GenerationFault(FaultKind.PROTOCOL, f"{completion.model}: {len(choices)} answers for {request.n}")
@@ -297,23 +294,23 @@ class CompletionClient:
         return found.answers
 
     async def _request(
-        self, ref: AdapterRef, path: str, body: msgspec.Struct, read: _Read[T], sequences: int, timeout_s: float
+        self, ref: AdapterRef, path: str, body: _Body, read: _Read[T], sequences: int, timeout_s: float
     ) -> T:
         """One request, and its answer as ``read`` returns it."""
         server: Server | None = None
         deadline = asyncio.get_running_loop().time() + timeout_s
+        exactly = self.pins or self.home is None
         try:
             while True:
-                try:
+                with contextlib.suppress(HandedBack):
                     async with (
                         asyncio.timeout_at(deadline) as clock,
-                        self.router.lease(ref, sequences, clock, self.home) as server,
+                        self.router.lease(ref, sequences, clock, self.home, exactly=exactly) as (server, held),
                     ):
-                        return await self._exchange(server, ref, path, [encoded(body)], read)
-                except HandedBack:
-                    if server is not None:
-                        server.leaving = True
-                    server = None
+                        if isinstance(body, CompletionRequest):
+                            body = msgspec.structs.replace(body, model=str(held))
+                        return await self._exchange(server, held, path, [encoded(body)], read)
+                server = None
         except TimeoutError:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
@@ -345,10 +342,13 @@ class CompletionClient:
             self.router.failed(server)
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
         if LEAVING_HEADER in response.headers:
+            self.router.left(server)
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
             self.router.retired(server, ref)
+            if self.home is not None:
+                raise HandedBack
             raise GenerationFault(FaultKind.RETIRED, detail)
         if response.status >= 500 or response.status == 429:
             self.router.failed(server)

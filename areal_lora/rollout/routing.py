@@ -37,6 +37,7 @@ class Server:
     """One session of a replica, under one URL.
 
     One that is ``leaving`` takes no more requests; it is known until the trainer announces a version without it.
+    ``watchers`` are called when it leaves or is lost.
     """
 
     url: str
@@ -46,6 +47,7 @@ class Server:
     lost: bool = False
     leaving: bool = False
     clocks: set[asyncio.Timeout] = field(default_factory=set)
+    watchers: "set[Callable[[Server], None]]" = field(default_factory=set)
 
     def lose(self) -> None:
         """End the running requests now, instead of at their deadlines."""
@@ -53,6 +55,15 @@ class Server:
         for clock in self.clocks:
             if not clock.expired():
                 clock.reschedule(asyncio.get_running_loop().time())
+        self._tell()
+
+    def leave(self) -> None:
+        self.leaving = True
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher(self)
 
 
 @dataclass(slots=True)
@@ -113,7 +124,7 @@ class Router:
         for name, server in list(self.servers.items()):
             if name in lost or servers.get(name) != server.url:
                 if name in left:
-                    server.leaving = True
+                    server.leave()
                 if not server.leaving:
                     server.lose()
                 ended.add(self.servers.pop(name))
@@ -171,44 +182,55 @@ class Router:
             server.failures += 1
             server.down_until_s = now + min(COOL_DOWN_S * 2 ** (server.failures - 1), MAX_COOL_DOWN_S)
 
+    def left(self, server: Server) -> None:
+        """``server`` has handed a request back."""
+        server.leave()
+
     def succeeded(self, server: Server) -> None:
         server.failures = 0
         server.down_until_s = 0.0
 
     @asynccontextmanager
     async def lease(
-        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None
-    ) -> AsyncIterator[Server]:
-        """A server for ``sequences`` sequences of ``ref``, that of ``home`` where it is fit.
+        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
+    ) -> AsyncIterator[tuple[Server, AdapterRef]]:
+        """A server for ``sequences`` sequences of ``ref``, that of ``home`` where it is fit, and the version.
 
-        It waits while all that hold ``ref`` cool down or leave. ``clock`` bounds the request and runs out at once if
-        the server is excluded (``lost``). Raises VersionRetired if none holds ``ref``.
+        It waits while all that hold it cool down or leave. ``clock`` bounds the request and runs out at once if
+        the server is excluded (``lost``). ``exactly`` and what is raised: as `pick`.
         """
-        server = await self._choose(ref, home)
+        while isinstance(found := self.pick(ref, home, exactly=exactly), float):
+            await asyncio.sleep(found)
+        server, ref = found
         server.outstanding += sequences
         server.clocks.add(clock)
         try:
-            yield server
+            yield server, ref
         finally:
             server.clocks.discard(clock)
             server.outstanding -= sequences
 
-    async def _choose(self, ref: AdapterRef, home: Home | None = None) -> Server:
-        while True:
-            holders = self._holders.get(ref.name, {}).get(ref, ())
-            if not holders:
-                raise VersionRetired(f"no rollout server holds {ref}")
-            now = self._clock()
-            least = min(holders, key=_load)
-            if least.leaving or now < least.down_until_s:  # one that fails has the fewest
-                staying = [server for server in holders if not server.leaving]
-                healthy = [server for server in staying if now >= server.down_until_s]
-                if not healthy:
-                    until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
-                    await asyncio.sleep(max(0.01, until_s - now))
-                    continue
-                least = min(healthy, key=_load)
-            return least if home is None else self._settle(home, least, holders)
+    def pick(
+        self, ref: AdapterRef, home: Home | None = None, *, exactly: bool = True
+    ) -> "tuple[Server, AdapterRef] | float":
+        """A server that holds ``ref``, or unless ``exactly`` the `newest` version, which comes with it.
+
+        Seconds to wait where all cool down or leave. Raises VersionRetired if none holds it.
+        """
+        ref = ref if exactly else self.newest(ref, home)
+        holders = self._holders.get(ref.name, {}).get(ref, ())
+        if not holders:
+            raise VersionRetired(f"no rollout server holds {ref}")
+        now = self._clock()
+        least = min(holders, key=_load)
+        if least.leaving or now < least.down_until_s:  # one that fails has the fewest
+            staying = [server for server in holders if not server.leaving]
+            healthy = [server for server in staying if now >= server.down_until_s]
+            if not healthy:
+                until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
+                return max(0.01, until_s - now)
+            least = min(healthy, key=_load)
+        return (least if home is None else self._settle(home, least, holders)), ref
 
     def _settle(self, home: Home, least: Server, holders: Sequence[Server]) -> Server:
         """The server of ``home`` or of its group if it is fit, else ``least``, which takes its place."""
