@@ -41,9 +41,9 @@ from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.channel.tunnel import StreamBytes, Tunnel
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import Answer, WorkerLost
+from areal_lora.rollout.conversations import Answer
 from areal_lora.rollout.custom_child import ContextFields
-from areal_lora.rollout.workflow import derived_seed, given_score
+from areal_lora.rollout.workflow import WorkerLost, derived_seed, given_score
 from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data

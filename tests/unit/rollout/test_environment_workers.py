@@ -24,11 +24,11 @@ from areal_lora.config.models import ClusterConfig, WorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
-from areal_lora.rollout.agents import AgentResult, AgentTask, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import WorkerLost
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
-from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflow import Episode, WorkerLost
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
 from tests.support.agents import plain_agents

@@ -1,0 +1,180 @@
+"""One process with sessions of agents: ``python -I -m areal_lora.rollout.agent_api.gateway_process FD NUMBER``.
+
+It talks to its parent over socket FD (`gateways` has the messages), and ends with it.
+"""
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from areal_lora.config.sections.task import PromptFormat
+from areal_lora.data.prompts import Formatter, TextTokenizer, load_tokenizer
+from areal_lora.processes.log import setup_logging
+from areal_lora.processes.startup import collector_paused, rare_full_collections
+from areal_lora.rollout.agent_api import gateways as m
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agent_api.session import Session, Sessions
+from areal_lora.rollout.completion_client import CompletionClient
+from areal_lora.rollout.custom_child import context_of
+from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
+from areal_lora.rollout.workflow import WorkflowContext
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.types import AdapterRef
+
+
+@dataclass(slots=True, eq=False)
+class _LeasedServer(Server):
+    """The server of one lease. ``outcome`` is what its request has said of it."""
+
+    outcome: m.LeaseOutcome | None = None
+
+
+@dataclass(slots=True)
+class _Leases:
+    """Those of all sessions by number: requested ones, and the servers of those that are granted."""
+
+    link: m.Link
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    requested: dict[int, asyncio.Future[m.Grant]] = field(default_factory=dict)
+    servers: dict[int, _LeasedServer] = field(default_factory=dict)
+
+    def take(self, message: m.Grant | m.Refusal) -> None:
+        requested = self.requested.get(message.lease)
+        if requested is None or requested.done():
+            return  # it has been cancelled
+        if isinstance(message, m.Refusal):
+            requested.set_exception(VersionRetired(message.detail))
+        else:
+            self.servers[message.lease] = _LeasedServer(message.url)
+            requested.set_result(message)
+
+    def change(self, change: m.ServerChange) -> None:
+        for server in self.servers.values():
+            if server.url == change.url:
+                server.leaving = change.leaving
+                if change.lost:
+                    server.lose()
+
+
+class _SessionRouter(Router):
+    """The controller's, for the requests of one session."""
+
+    def __init__(self, leases: _Leases, session: int) -> None:
+        super().__init__()
+        self._leases, self._session = leases, session
+
+    def newest(self, ref: AdapterRef, home: Home | None = None) -> AdapterRef:
+        """``ref``, of which a lease is for the newest version."""
+        return ref
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
+    ) -> AsyncIterator[tuple[Server, AdapterRef]]:
+        number, leases = next(self._leases.numbers), self._leases
+        leases.requested[number] = requested = asyncio.get_running_loop().create_future()
+        leases.link.send(
+            m.LeaseCall(lease=number, session=self._session, ref=ref, sequences=sequences, exactly=exactly)
+        )
+        try:
+            grant = await requested
+            server = leases.servers[number]
+            server.clocks.add(clock)
+            if server.lost:
+                server.lose()
+            yield server, grant.ref
+        finally:
+            del leases.requested[number]
+            ended = leases.servers.pop(number, None)
+            leases.link.send(m.LeaseEnd(lease=number, outcome=ended.outcome if ended else None))
+
+    def succeeded(self, server: Server) -> None:
+        _note(server, m.LeaseOutcome.SUCCEEDED)
+
+    def failed(self, server: Server) -> None:
+        _note(server, m.LeaseOutcome.FAILED)
+
+    def left(self, server: Server) -> None:
+        _note(server, m.LeaseOutcome.LEFT)
+
+    def retired(self, server: Server, ref: AdapterRef) -> None:
+        _note(server, m.LeaseOutcome.RETIRED)
+
+
+def _note(server: Server, outcome: m.LeaseOutcome) -> None:
+    assert isinstance(server, _LeasedServer)
+    server.outcome = outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class _Process:
+    """What it has: ``contexts`` by their fields as JSON, ``running`` sessions by number."""
+
+    link: m.Link
+    leases: _Leases
+    client: CompletionClient
+    tokenizer: TextTokenizer
+    sessions: Sessions
+    contexts: dict[bytes, WorkflowContext] = field(default_factory=dict)
+    running: dict[int, Session] = field(default_factory=dict)
+
+    def take(self, message: m.ToGateway) -> None:
+        match message:
+            case m.Grant() | m.Refusal():
+                self.leases.take(message)
+            case m.ServerChange():
+                self.leases.change(message)
+            case m.OpenCall():
+                self._open(message)
+            case m.CloseCall():
+                session = self.running.pop(message.session)
+                self.sessions.close(session)
+                if message.wanted:
+                    self.link.send(m.SessionEnd(session=message.session, ended=session.ended()))
+
+    def _open(self, call: m.OpenCall) -> None:
+        key, client = msgspec.json.encode(call.context), copy.copy(self.client)
+        client.router, client.home = _SessionRouter(self.leases, call.session), Home()
+        client.pins = call.context.evaluating
+        if (context := self.contexts.get(key)) is None:
+            formatter = Formatter(tokenizer=self.tokenizer, how=PromptFormat.model_validate(call.context.format))
+            self.contexts[key] = context = context_of(call.context, client, formatter)
+        context = replace(context, client=client)
+        session = Session(context=context, ref=call.ref, seed=call.seed, tool_parser=call.tool_parser)
+        session.fault.add_done_callback(lambda _: self.link.send(m.SessionFault(session=call.session)))
+        self.running[call.session] = session
+        self.link.send(m.SessionKey(session=call.session, key=self.sessions.open(session)))
+
+
+async def serve(sock: socket.socket) -> None:
+    """Serve until the parent has ended."""
+    link = await m.Link.over(sock)
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError), rare_full_collections() as collect:
+        (start,) = msgspec.msgpack.decode(await link.received(), type=list[m.GatewayStart])
+        with collector_paused():
+            tokenizer = load_tokenizer(start.model)
+        leases = _Leases(link)
+        client = CompletionClient(_SessionRouter(leases, 0), read_secret(RunFolder.of(start.run_folder)))
+        async with client, agent_gateway() as sessions:
+            process = _Process(link=link, leases=leases, client=client, tokenizer=tokenizer, sessions=sessions)
+            link.send(m.GatewayReady(port=sessions.port))
+            while True:
+                for message in _decoded(await link.received()):
+                    process.take(message)
+                collect()
+
+
+_decoded = msgspec.msgpack.Decoder(list[m.ToGateway]).decode
+
+
+if __name__ == "__main__":
+    setup_logging("agent-gateway", int(sys.argv[2]))
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
