@@ -1,6 +1,6 @@
-"""One process with sessions of agents: ``python -I -m areal_lora.rollout.agent_api.gateway_process FD NUMBER``.
+"""A process with sessions of agents, which `gateways` starts: ``gateway_process FD NUMBER MODEL RUN_FOLDER``.
 
-It talks to its parent over socket FD (`gateways` has the messages), and ends with it.
+It talks to its parent over socket FD, and ends with it. MODEL is the folder of the tokenizer.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from areal_lora.types import AdapterRef
 class _LeasedServer(Server):
     """The server of one lease. ``outcome`` is what its request has said of it."""
 
-    outcome: m.LeaseOutcome | None = None
+    outcome: m.Outcome = ""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class _Leases:
     requested: dict[int, asyncio.Future[m.Grant]] = field(default_factory=dict)
     servers: dict[int, _LeasedServer] = field(default_factory=dict)
 
-    def take(self, message: m.Grant | m.Refusal) -> None:
+    def take(self, message: m.Grant) -> None:
         requested = self.requested.get(message.lease)
         if requested is None or requested.done():
             return  # it has been cancelled
-        if isinstance(message, m.Refusal):
-            requested.set_exception(VersionRetired(message.detail))
+        if message.retired:
+            requested.set_exception(VersionRetired(message.retired))
         else:
             self.servers[message.lease] = _LeasedServer(message.url)
             requested.set_result(message)
@@ -94,22 +94,22 @@ class _SessionRouter(Router):
         finally:
             del leases.requested[number]
             ended = leases.servers.pop(number, None)
-            leases.link.send(m.LeaseEnd(lease=number, outcome=ended.outcome if ended else None))
+            leases.link.send(m.LeaseEnd(lease=number, outcome=ended.outcome if ended else ""))
 
     def succeeded(self, server: Server) -> None:
-        _note(server, m.LeaseOutcome.SUCCEEDED)
+        _note(server, "succeeded")
 
     def failed(self, server: Server) -> None:
-        _note(server, m.LeaseOutcome.FAILED)
+        _note(server, "failed")
 
     def left(self, server: Server) -> None:
-        _note(server, m.LeaseOutcome.LEFT)
+        _note(server, "left")
 
     def retired(self, server: Server, ref: AdapterRef) -> None:
-        _note(server, m.LeaseOutcome.RETIRED)
+        _note(server, "retired")
 
 
-def _note(server: Server, outcome: m.LeaseOutcome) -> None:
+def _note(server: Server, outcome: m.Outcome) -> None:
     assert isinstance(server, _LeasedServer)
     server.outcome = outcome
 
@@ -128,7 +128,7 @@ class _Process:
 
     def take(self, message: m.ToGateway) -> None:
         match message:
-            case m.Grant() | m.Refusal():
+            case m.Grant():
                 self.leases.take(message)
             case m.ServerChange():
                 self.leases.change(message)
@@ -138,7 +138,7 @@ class _Process:
                 session = self.running.pop(message.session)
                 self.sessions.close(session)
                 if message.wanted:
-                    self.link.send(m.SessionEnd(session=message.session, ended=session.ended()))
+                    self.link.send(m.SessionChange(session=message.session, ended=session.ended()))
 
     def _open(self, call: m.OpenCall) -> None:
         key, client = msgspec.json.encode(call.context), copy.copy(self.client)
@@ -149,23 +149,21 @@ class _Process:
             self.contexts[key] = context = context_of(call.context, client, formatter)
         context = replace(context, client=client)
         session = Session(context=context, ref=call.ref, seed=call.seed, tool_parser=call.tool_parser)
-        session.fault.add_done_callback(lambda _: self.link.send(m.SessionFault(session=call.session)))
+        session.fault.add_done_callback(lambda _: self.link.send(m.SessionChange(session=call.session)))
         self.running[call.session] = session
-        self.link.send(m.SessionKey(session=call.session, key=self.sessions.open(session)))
+        self.link.send(m.SessionChange(session=call.session, key=self.sessions.open(session)))
 
 
-async def serve(sock: socket.socket) -> None:
+async def serve(sock: socket.socket, model: str, run_folder: RunFolder) -> None:
     """Serve until the parent has ended."""
-    link = await m.Link.over(sock)
-    with contextlib.suppress(asyncio.IncompleteReadError, OSError), rare_full_collections() as collect:
-        (start,) = msgspec.msgpack.decode(await link.received(), type=list[m.GatewayStart])
-        with collector_paused():
-            tokenizer = load_tokenizer(start.model)
-        leases = _Leases(link)
-        client = CompletionClient(_SessionRouter(leases, 0), read_secret(RunFolder.of(start.run_folder)))
-        async with client, agent_gateway() as sessions:
-            process = _Process(link=link, leases=leases, client=client, tokenizer=tokenizer, sessions=sessions)
-            link.send(m.GatewayReady(port=sessions.port))
+    with collector_paused():
+        tokenizer = load_tokenizer(model)
+    leases = _Leases(link := await m.Link.over(sock))
+    client = CompletionClient(_SessionRouter(leases, 0), read_secret(run_folder))
+    async with client, agent_gateway() as sessions:
+        process = _Process(link=link, leases=leases, client=client, tokenizer=tokenizer, sessions=sessions)
+        link.send(sessions.port)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError), rare_full_collections() as collect:
             while True:
                 for message in _decoded(await link.received()):
                     process.take(message)
@@ -177,4 +175,4 @@ _decoded = msgspec.msgpack.Decoder(list[m.ToGateway]).decode
 
 if __name__ == "__main__":
     setup_logging("agent-gateway", int(sys.argv[2]))
-    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[3], RunFolder.of(sys.argv[4])))

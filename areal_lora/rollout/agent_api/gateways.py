@@ -8,7 +8,8 @@ A turn of a long conversation takes milliseconds of CPU, and the controller's ev
 second. A session is in one process from its first request to its last one. What must be in one place stays in the
 controller: which server has a request, under which version, and how servers fare.
 
-A frame is a 4-byte big-endian length and a list of messages in msgpack, those of one turn of the event loop. What a
+A frame is a 4-byte big-endian length and a list of messages in msgpack, those of one turn of the event loop; the first
+of a process is its port. What a
 lost process had is no sample of the policy: its samples are repeated one by one, as those of a lost worker.
 """
 
@@ -22,9 +23,8 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -47,13 +47,6 @@ FRAME_BYTES = 1 << 20  # that are read at a time
 log = get_logger(__name__)
 
 
-class GatewayStart(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a process: the folders of the tokenizer and of the run, which has the secret."""
-
-    model: str
-    run_folder: str
-
-
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: int
     context: ContextFields
@@ -70,16 +63,12 @@ class CloseCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `LeaseCall`; with ``retired`` no server holds the version."""
+
     lease: int
-    url: str
     ref: AdapterRef
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No server holds the version."""
-
-    lease: int
-    detail: str
+    url: str = ""
+    retired: str = ""
 
 
 class ServerChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -90,24 +79,12 @@ class ServerChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lost: bool
 
 
-class GatewayReady(msgspec.Struct, frozen=True, kw_only=True):
-    """First message of a process."""
+class SessionChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A session has its key, or has ended; else a request of it has failed."""
 
-    port: int
-
-
-class SessionKey(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: int
-    key: str
-
-
-class SessionFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    session: int
-
-
-class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    session: int
-    ended: EndedSession
+    key: str = ""
+    ended: EndedSession | None = None
 
 
 class LeaseCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,38 +97,34 @@ class LeaseCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exactly: bool
 
 
-class LeaseOutcome(StrEnum):
-    """What a request says of its server: methods of `Router`."""
-
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    LEFT = "left"
-    RETIRED = "retired"
+Outcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
+"""What a request says of its server: a method of `Router`."""
 
 
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: int
-    outcome: LeaseOutcome | None
+    outcome: Outcome
 
 
-ToGateway: TypeAlias = OpenCall | CloseCall | Grant | Refusal | ServerChange
-FromGateway: TypeAlias = SessionKey | SessionFault | SessionEnd | LeaseCall | LeaseEnd
+ToGateway: TypeAlias = OpenCall | CloseCall | Grant | ServerChange
+FromGateway: TypeAlias = SessionChange | LeaseCall | LeaseEnd
 
 
 class Link:
     """Messages with the process at the other end of a connected socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer, self._waiting = reader, writer, list[msgspec.Struct]()
+        self._reader, self._writer, self._waiting = reader, writer, list[msgspec.Raw]()
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Self:
         return cls(*await asyncio.open_connection(sock=sock, limit=FRAME_BYTES))
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: ToGateway | FromGateway | int) -> None:
+        encoded = msgspec.Raw(msgspec.msgpack.encode(message))
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append(message)
+        self._waiting.append(encoded)
 
     def _flush(self) -> None:
         body = msgspec.msgpack.encode(self._waiting)
@@ -217,9 +190,9 @@ class _Gateway:
             self._end(message)
         elif (session := self.sessions.get(message.session)) is None:
             pass  # it has been cancelled
-        elif isinstance(message, SessionKey):
+        elif message.key:
             _answer(session.key, message.key)
-        elif isinstance(message, SessionEnd):
+        elif message.ended is not None:
             _answer(session.ended, message.ended)
         else:
             _answer(session.fault, None)
@@ -231,7 +204,7 @@ class _Gateway:
         try:
             found = self.router.pick(call.ref, session.home, exactly=call.exactly)
         except VersionRetired as error:
-            self.link.send(Refusal(lease=call.lease, detail=str(error)))
+            self.link.send(Grant(lease=call.lease, ref=call.ref, retired=str(error)))
             return
         if isinstance(found, float):
             self.waiting[call.lease] = asyncio.get_running_loop().call_later(found, self._lease, call)
@@ -248,15 +221,12 @@ class _Gateway:
         if (held := self.held.pop(end.lease, None)) is None:
             return
         held.server.outstanding -= held.sequences
-        match end.outcome:
-            case LeaseOutcome.SUCCEEDED:
-                self.router.succeeded(held.server)
-            case LeaseOutcome.FAILED:
-                self.router.failed(held.server)
-            case LeaseOutcome.LEFT:
-                self.router.left(held.server)
-            case LeaseOutcome.RETIRED:
-                self.router.retired(held.server, held.ref)
+        if end.outcome == "retired":
+            self.router.retired(held.server, held.ref)
+        elif end.outcome:
+            {"succeeded": self.router.succeeded, "failed": self.router.failed, "left": self.router.left}[end.outcome](
+                held.server
+            )
 
     def changed(self, server: Server) -> None:
         self.link.send(ServerChange(url=server.url, leaving=server.leaving, lost=server.lost))
@@ -264,7 +234,7 @@ class _Gateway:
     def lose(self) -> None:
         """Of a process that has ended: its leases, and its sessions."""
         for lease in [*self.waiting, *self.held]:
-            self._end(LeaseEnd(lease=lease, outcome=None))
+            self._end(LeaseEnd(lease=lease, outcome=""))
         error = WorkerLost(f"its gateway process ended with status {self.process.returncode}")
         for session in self.sessions.values():
             session.lose(error)
@@ -283,8 +253,8 @@ class Gateways(Sessions):
 
     def __init__(self, model: str, run_folder: RunFolder, router: Router, most: int) -> None:
         super().__init__()
-        self._start = GatewayStart(model=model, run_folder=str(run_folder.path))
-        self._router, self._most, self._numbers = router, most, itertools.count()
+        self._model, self._run_folder, self._router = model, run_folder, router
+        self._most, self._numbers = most, itertools.count()
         self._ready, self._tasks = list[_Gateway](), list[asyncio.Task[None]]()
 
     @contextlib.asynccontextmanager
@@ -299,7 +269,7 @@ class Gateways(Sessions):
         client, number, wanted = context.client, next(self._numbers), False
         assert isinstance(client, CompletionClient)
         gateway.sessions[number] = session = _Remote(home=client.home)
-        fields = fields_of(context, self._start.model)
+        fields = fields_of(context, self._model)
         gateway.link.send(OpenCall(session=number, context=fields, ref=ref, seed=seed, tool_parser=tool_parser))
         try:
             opened = OpenSession(port=gateway.port, key=await session.key, fault=session.fault)
@@ -337,15 +307,13 @@ class Gateways(Sessions):
     async def _served(self, number: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            fd = str(theirs.fileno())
-            argv = (sys.executable, "-I", "-m", "areal_lora.rollout.agent_api.gateway_process", fd, str(number))
-            process = await asyncio.create_subprocess_exec(*argv, pass_fds=[theirs.fileno()], start_new_session=True)
+            fd, argv = theirs.fileno(), (sys.executable, "-I", "-m", "areal_lora.rollout.agent_api.gateway_process")
+            words = str(fd), str(number), self._model, str(self._run_folder.path)
+            process = await asyncio.create_subprocess_exec(*argv, *words, pass_fds=[fd], start_new_session=True)
         link = await Link.over(ours)
         gateway = _Gateway(link=link, process=process, router=self._router, port=0)
         try:
-            link.send(self._start)
-            (ready,) = msgspec.msgpack.decode(await link.received(), type=list[GatewayReady])
-            gateway.port = ready.port
+            (gateway.port,) = msgspec.msgpack.decode(await link.received(), type=list[int])
             self._ready.append(gateway)
             while True:
                 for message in _decoded(await link.received()):

@@ -33,8 +33,9 @@ class KnownTurns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """``n`` turns up to an answer and with it: those of ``before``, then ``added``. Memory is for these only.
 
     Their tokens are the first ``end`` ones of ``conversation``, the last ``n_sampled`` of them the answer. ``written``
-    is as in `PromptStart`. No cycle can hold one, nor a turn: the garbage
-    collector, which stops the event loop, need not visit them.
+    is length and digest of what the template wrote before the answer; None where it only wrote the new turns
+    (`chat_append`). No cycle can hold one, nor a turn: the garbage collector, which stops the event loop, need not
+    visit them.
     """
 
     before: "KnownTurns | None"
@@ -122,13 +123,14 @@ class Prompts:
             digests.append(turn.digest(digests[-1]))
         found = (_best(self._known[d], turns) for d in reversed(digests) if d in self._known)
         known = next((each for each in found if each is not None), None)
-        ids, start = array("i"), None
-        if known is not None:
-            ids = known.conversation.ids(known.end)
-            sampled = ids[known.end - known.n_sampled :].tolist()
-            start = PromptStart(n=known.n, sampled=sampled, written=known.written)
-        new_tools = bool(request.tools) and digests[0] not in self._tools
-        job = PromptJob(turns=turns, tools=request.tools, check_tools=new_tools, start=start)
+        ids = known.conversation.ids(known.end) if known else array("i")
+        job = PromptJob(
+            turns=turns,
+            tools=request.tools,
+            check_tools=bool(request.tools) and digests[0] not in self._tools,
+            start=known,
+            sampled=ids[known.end - known.n_sampled :].tolist() if known else [],
+        )
         text = write_prompt(self.formatter, job)
         if request.tools:
             self._tools.add(digests[0])
@@ -161,34 +163,24 @@ _ANSWER = "areal answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptStart:
-    """The first ``n`` turns of a prompt, which an earlier prompt and its answer are. ``sampled`` has the answer's
-    tokens.
+class PromptJob:
+    """Turns that start with those of ``start``, of which the answer's tokens were ``sampled``.
 
-    ``written`` is length and digest of what the template wrote before the answer; None where it only wrote the new
-    turns (`chat_append`).
+    With ``check_tools`` a template that does not write tools is refused.
     """
 
-    n: int
-    sampled: list[int]
-    written: tuple[int, bytes] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptJob:
-    """With ``check_tools`` a template that does not write tools is refused."""
-
     turns: tuple[Turn, ...]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    check_tools: bool = False
-    start: PromptStart | None = None
+    tools: list[dict[str, Any]]
+    check_tools: bool
+    start: KnownTurns | None
+    sampled: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptText:
     """``token_ids`` [T] follow those of the start if the prompt ``continues`` it, else they are the prompt.
 
-    ``written``: as in `PromptStart`.
+    ``written``: as in `KnownTurns`.
     """
 
     token_ids: "array[int]"
@@ -210,7 +202,7 @@ def write_appended(formatter: Formatter, job: PromptJob) -> PromptText | None:
         new = [turn.for_template() for turn in job.turns[job.start.n :]]
         with contextlib.suppress(ConfigError):
             if after := formatter.after_answer(new, last=True):
-                return _continued(formatter, job.start, after, None)
+                return _continued(formatter, job.sampled, after, None)
     return None
 
 
@@ -220,17 +212,17 @@ def write_whole(formatter: Formatter, job: PromptJob) -> PromptText:
         raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
     written = len(text), text_digest(text)
     if job.start is not None and (after := _after(formatter, job, job.start, text)) is not None:
-        return _continued(formatter, job.start, after, written)
+        return _continued(formatter, job.sampled, after, written)
     ids = formatter.tokenizer.encode(text, add_special_tokens=False)  # a template writes special tokens itself
     return PromptText(token_ids=array("i", ids), continues=False, written=written)
 
 
-def _continued(formatter: Formatter, start: PromptStart, after: str, written: tuple[int, bytes] | None) -> PromptText:
-    ids = formatter.without_end(formatter.tokenizer.encode(after, add_special_tokens=False), start.sampled)
+def _continued(formatter: Formatter, sampled: list[int], after: str, written: tuple[int, bytes] | None) -> PromptText:
+    ids = formatter.without_end(formatter.tokenizer.encode(after, add_special_tokens=False), sampled)
     return PromptText(token_ids=array("i", ids), continues=True, written=written)
 
 
-def _after(formatter: Formatter, job: PromptJob, start: PromptStart, text: str) -> str | None:
+def _after(formatter: Formatter, job: PromptJob, start: KnownTurns, text: str) -> str | None:
     """What follows the answer of ``start`` in ``text``; None if the template writes the turns before it otherwise.
 
     It starts with what the template writes to end the answer's turn: after the answer as it was sampled, if the
@@ -244,7 +236,7 @@ def _after(formatter: Formatter, job: PromptJob, start: PromptStart, text: str) 
         same = text_digest(text[:n]) == seen
     if not same:
         return None
-    for ids in (start.sampled, start.sampled[:-1]):  # with the end of sequence and without
+    for ids in (job.sampled, job.sampled[:-1]):  # with the end of sequence and without
         spelt = formatter.tokenizer.decode(ids, skip_special_tokens=False)
         if text.startswith(spelt, n):
             return text[n + len(spelt) :]

@@ -500,6 +500,26 @@ def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
     asyncio.run(main())
 
 
+def test_a_worker_on_another_node_reaches_several_endpoints() -> None:
+    """Its samples have sessions in different processes."""
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", workers=1))
+
+    async def main() -> None:
+        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 120.0})
+        async with (
+            served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
+            agent_gateway() as one,
+            agent_gateway() as other,
+            EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers,
+        ):
+            assert one.port != other.port
+            workflows = [build_workflow(config, context, each, workers=workers) for each in (one, other, one)]
+            made = await asyncio.gather(*(workflow.run(PROMPT, V1, seed=1) for workflow in workflows))
+        assert [each.group.trajectories[0].reward for each in made] == [3.0] * 3
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_class_is_a_fault_of_the_environment_with_its_line() -> None:
     (fault,) = run(gym("Wrong"))
     assert isinstance(fault, GenerationFault)
