@@ -18,7 +18,7 @@ import msgspec
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, StructuredOutputs, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Lease, Router, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
@@ -297,61 +297,63 @@ class CompletionClient:
         self, ref: AdapterRef, path: str, body: _Body, read: _Read[T], sequences: int, timeout_s: float
     ) -> T:
         """One request, and its answer as ``read`` returns it."""
-        server: Server | None = None
+        lease: Lease | None = None
         deadline = asyncio.get_running_loop().time() + timeout_s
-        exactly = self.pins or self.home is None
         try:
             while True:
                 with contextlib.suppress(HandedBack):
                     async with (
                         asyncio.timeout_at(deadline) as clock,
-                        self.router.lease(ref, sequences, clock, self.home, exactly=exactly) as (server, held),
+                        self.router.lease(
+                            ref, sequences, clock, self.home, exactly=self.pins or self.home is None
+                        ) as lease,
                     ):
                         if isinstance(body, CompletionRequest):
-                            body = msgspec.structs.replace(body, model=str(held))
-                        return await self._exchange(server, held, path, [encoded(body)], read)
-                server = None
+                            body = msgspec.structs.replace(body, model=str(lease.ref))
+                        return await self._exchange(lease, path, [encoded(body)], read)
+                lease = None
         except TimeoutError:
-            if server is not None and server.lost:
-                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
-            if server is None:
+            if lease is not None and lease.server.lost:
+                raise GenerationFault(FaultKind.CONNECTION, f"{lease.server.url}: excluded by the trainer") from None
+            if lease is None:
                 raise GenerationFault(FaultKind.CONNECTION, f"no server was available within {timeout_s:g} s") from None
             # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
         except msgspec.DecodeError as error:
-            detail = f"{server.url if server else ref}: {path} returned another body: {error}"
+            detail = f"{lease.server.url if lease else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: list[bytes], read: _Read[T]) -> T:
+    async def _exchange(self, lease: Lease, path: str, body: list[bytes], read: _Read[T]) -> T:
         """Takes what it sends out of ``body``."""
-        keys, started = self._keyed if server.url.startswith("https:") else self._plain, False
-        headers = keys | {"Content-Length": str(len(body[0]))}  # else in chunks, of which the last is a write more
+        server, started = lease.server, False
+        headers = dict(self._keyed if server.url.startswith("https:") else self._plain)
+        headers["Content-Length"] = str(len(body[0]))  # else in chunks, of which the last is a write more
         try:
             async with self._session.post(f"{server.url}{path}", data=_sent_once(body), headers=headers) as response:
                 if response.status == 200:
                     started = response.content_type == "text/event-stream"
                     answer = await read(response)
-                    self.router.succeeded(server)
+                    lease.outcome = "succeeded"
                     return answer
                 payload = await response.read()
         except aiohttp.ClientError as error:
             if server.leaving and not started:
                 raise HandedBack from error
-            self.router.failed(server)
+            lease.outcome = "failed"
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
         if LEAVING_HEADER in response.headers:
-            self.router.left(server)
+            lease.outcome = "left"
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
-            self.router.retired(server, ref)
+            lease.outcome = "retired"
             if self.home is not None:
                 raise HandedBack
             raise GenerationFault(FaultKind.RETIRED, detail)
         if response.status >= 500 or response.status == 429:
-            self.router.failed(server)
+            lease.outcome = "failed"
             raise GenerationFault(FaultKind.SERVER_ERROR, detail)
         raise GenerationFault(FaultKind.REJECTED, detail)
 

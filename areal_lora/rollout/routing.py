@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Literal, TypeAlias
 
 from areal_lora.errors import RolloutError
 from areal_lora.types import AdapterRef
@@ -64,6 +65,20 @@ class Server:
     def _tell(self) -> None:
         for watcher in self.watchers:
             watcher(self)
+
+
+Outcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
+"""What a request shows of its server."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """A request's server, and the version that it is for."""
+
+    server: Server
+    ref: AdapterRef
+    sequences: int
+    outcome: Outcome = ""
 
 
 @dataclass(slots=True)
@@ -182,10 +197,6 @@ class Router:
             server.failures += 1
             server.down_until_s = now + min(COOL_DOWN_S * 2 ** (server.failures - 1), MAX_COOL_DOWN_S)
 
-    def left(self, server: Server) -> None:
-        """``server`` has handed a request back."""
-        server.leave()
-
     def succeeded(self, server: Server) -> None:
         server.failures = 0
         server.down_until_s = 0.0
@@ -193,29 +204,21 @@ class Router:
     @asynccontextmanager
     async def lease(
         self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
-    ) -> AsyncIterator[tuple[Server, AdapterRef]]:
-        """A server for ``sequences`` sequences of ``ref``, that of ``home`` where it is fit, and the version.
-
-        It waits while all that hold it cool down or leave. ``clock`` bounds the request and runs out at once if
-        the server is excluded (``lost``). ``exactly`` and what is raised: as `pick`.
-        """
-        while isinstance(found := self.pick(ref, home, exactly=exactly), float):
-            await asyncio.sleep(found)
-        server, ref = found
-        server.outstanding += sequences
-        server.clocks.add(clock)
+    ) -> AsyncIterator[Lease]:
+        """As `take`, which it waits for. ``clock`` bounds the request, and runs out at once if the server is lost."""
+        while isinstance(lease := self.take(ref, sequences, home, exactly=exactly), float):
+            await asyncio.sleep(lease)
+        lease.server.clocks.add(clock)
         try:
-            yield server, ref
+            yield lease
         finally:
-            server.clocks.discard(clock)
-            server.outstanding -= sequences
+            lease.server.clocks.discard(clock)
+            self.end(lease)
 
-    def pick(
-        self, ref: AdapterRef, home: Home | None = None, *, exactly: bool = True
-    ) -> "tuple[Server, AdapterRef] | float":
-        """A server that holds ``ref``, or unless ``exactly`` the `newest` version, which comes with it.
+    def take(self, ref: AdapterRef, sequences: int, home: Home | None = None, *, exactly: bool = True) -> Lease | float:
+        """Lease a server that holds ``ref``, or unless ``exactly`` its `newest` version; that of ``home`` if it is fit.
 
-        Seconds to wait where all cool down or leave. Raises VersionRetired if none holds it.
+        Seconds to wait where all cool down or leave. Raises VersionRetired if none holds the version.
         """
         ref = ref if exactly else self.newest(ref, home)
         holders = self._holders.get(ref.name, {}).get(ref, ())
@@ -230,7 +233,21 @@ class Router:
                 until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
                 return max(0.01, until_s - now)
             least = min(healthy, key=_load)
-        return (least if home is None else self._settle(home, least, holders)), ref
+        server = least if home is None else self._settle(home, least, holders)
+        server.outstanding += sequences
+        return Lease(server=server, ref=ref, sequences=sequences)
+
+    def end(self, lease: Lease) -> None:
+        lease.server.outstanding -= lease.sequences
+        match lease.outcome:
+            case "succeeded":
+                self.succeeded(lease.server)
+            case "failed":
+                self.failed(lease.server)
+            case "left":
+                lease.server.leave()
+            case "retired":
+                self.retired(lease.server, lease.ref)
 
     def _settle(self, home: Home, least: Server, holders: Sequence[Server]) -> Server:
         """The server of ``home`` or of its group if it is fit, else ``least``, which takes its place."""

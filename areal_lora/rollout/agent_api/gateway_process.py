@@ -23,18 +23,11 @@ from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.custom_child import context_of
-from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Lease, Router, Server, VersionRetired
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
-
-
-@dataclass(slots=True, eq=False)
-class _LeasedServer(Server):
-    """The server of one lease. ``outcome`` is what its request has said of it."""
-
-    outcome: m.Outcome = ""
 
 
 @dataclass(slots=True)
@@ -43,18 +36,18 @@ class _Leases:
 
     link: m.Link
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
-    requested: dict[int, asyncio.Future[m.Grant]] = field(default_factory=dict)
-    servers: dict[int, _LeasedServer] = field(default_factory=dict)
+    requested: dict[int, asyncio.Future[Lease]] = field(default_factory=dict)
+    servers: dict[int, Server] = field(default_factory=dict)
 
-    def take(self, message: m.Grant) -> None:
-        requested = self.requested.get(message.lease)
+    def take(self, grant: m.Grant) -> None:
+        requested = self.requested.get(grant.lease)
         if requested is None or requested.done():
             return  # it has been cancelled
-        if message.retired:
-            requested.set_exception(VersionRetired(message.retired))
+        if grant.retired:
+            requested.set_exception(VersionRetired(grant.retired))
         else:
-            self.servers[message.lease] = _LeasedServer(message.url)
-            requested.set_result(message)
+            self.servers[grant.lease] = server = Server(grant.url)
+            requested.set_result(Lease(server=server, ref=grant.ref, sequences=0))
 
     def change(self, change: m.ServerChange) -> None:
         for server in self.servers.values():
@@ -71,47 +64,25 @@ class _SessionRouter(Router):
         super().__init__()
         self._leases, self._session = leases, session
 
-    def newest(self, ref: AdapterRef, home: Home | None = None) -> AdapterRef:
-        """``ref``, of which a lease is for the newest version."""
-        return ref
-
     @contextlib.asynccontextmanager
     async def lease(
         self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
-    ) -> AsyncIterator[tuple[Server, AdapterRef]]:
-        number, leases = next(self._leases.numbers), self._leases
-        leases.requested[number] = requested = asyncio.get_running_loop().create_future()
+    ) -> AsyncIterator[Lease]:
+        number, leases, lease = next(self._leases.numbers), self._leases, None
+        leases.requested[number] = asyncio.get_running_loop().create_future()
         leases.link.send(
             m.LeaseCall(lease=number, session=self._session, ref=ref, sequences=sequences, exactly=exactly)
         )
         try:
-            grant = await requested
-            server = leases.servers[number]
-            server.clocks.add(clock)
-            if server.lost:
-                server.lose()
-            yield server, grant.ref
+            lease = await leases.requested[number]
+            lease.server.clocks.add(clock)
+            if lease.server.lost:  # since the grant
+                lease.server.lose()
+            yield lease
         finally:
             del leases.requested[number]
-            ended = leases.servers.pop(number, None)
-            leases.link.send(m.LeaseEnd(lease=number, outcome=ended.outcome if ended else ""))
-
-    def succeeded(self, server: Server) -> None:
-        _note(server, "succeeded")
-
-    def failed(self, server: Server) -> None:
-        _note(server, "failed")
-
-    def left(self, server: Server) -> None:
-        _note(server, "left")
-
-    def retired(self, server: Server, ref: AdapterRef) -> None:
-        _note(server, "retired")
-
-
-def _note(server: Server, outcome: m.Outcome) -> None:
-    assert isinstance(server, _LeasedServer)
-    server.outcome = outcome
+            leases.servers.pop(number, None)
+            leases.link.send(m.LeaseEnd(lease=number, outcome=lease.outcome if lease else ""))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import msgspec
 
@@ -34,7 +34,7 @@ from areal_lora.rollout.agent_api.ended_sessions import EndedSession, OpenSessio
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.custom_child import ContextFields, fields_of
-from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Lease, Outcome, Router, Server, VersionRetired
 from areal_lora.rollout.workflow import WorkerLost, WorkflowContext
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
@@ -95,10 +95,6 @@ class LeaseCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ref: AdapterRef
     sequences: int
     exactly: bool
-
-
-Outcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
-"""What a request says of its server: a method of `Router`."""
 
 
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -162,15 +158,6 @@ class _Remote:
                 future.exception()  # a workflow that is being cancelled does not look at it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A lease of ``sequences`` of ``ref``."""
-
-    server: Server
-    ref: AdapterRef
-    sequences: int
-
-
 @dataclass(slots=True, kw_only=True)
 class _Gateway:
     """One process that is ready: its sessions, the leases of their requests, and those that wait for a server."""
@@ -180,7 +167,7 @@ class _Gateway:
     router: Router
     port: int
     sessions: dict[int, _Remote] = field(default_factory=dict)
-    held: dict[int, _Held] = field(default_factory=dict)
+    held: dict[int, Lease] = field(default_factory=dict)
     waiting: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
 
     def take(self, message: FromGateway) -> None:
@@ -202,31 +189,23 @@ class _Gateway:
         if (session := self.sessions.get(call.session)) is None:
             return  # its requests are being cancelled
         try:
-            found = self.router.pick(call.ref, session.home, exactly=call.exactly)
+            found = self.router.take(call.ref, call.sequences, session.home, exactly=call.exactly)
         except VersionRetired as error:
             self.link.send(Grant(lease=call.lease, ref=call.ref, retired=str(error)))
             return
         if isinstance(found, float):
             self.waiting[call.lease] = asyncio.get_running_loop().call_later(found, self._lease, call)
             return
-        server, ref = found
-        server.outstanding += call.sequences
-        server.watchers.add(self.changed)
-        self.held[call.lease] = _Held(server=server, ref=ref, sequences=call.sequences)
-        self.link.send(Grant(lease=call.lease, url=server.url, ref=ref))
+        found.server.watchers.add(self.changed)
+        self.held[call.lease] = found
+        self.link.send(Grant(lease=call.lease, url=found.server.url, ref=found.ref))
 
     def _end(self, end: LeaseEnd) -> None:
         if (timer := self.waiting.pop(end.lease, None)) is not None:
             timer.cancel()
-        if (held := self.held.pop(end.lease, None)) is None:
-            return
-        held.server.outstanding -= held.sequences
-        if end.outcome == "retired":
-            self.router.retired(held.server, held.ref)
-        elif end.outcome:
-            {"succeeded": self.router.succeeded, "failed": self.router.failed, "left": self.router.left}[end.outcome](
-                held.server
-            )
+        if (held := self.held.pop(end.lease, None)) is not None:
+            held.outcome = end.outcome
+            self.router.end(held)
 
     def changed(self, server: Server) -> None:
         self.link.send(ServerChange(url=server.url, leaving=server.leaving, lost=server.lost))
