@@ -18,7 +18,7 @@ import msgspec
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, StructuredOutputs, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.rollout.routing import Home, Lease, Router, VersionRetired
+from areal_lora.rollout.routing import Home, Router, ServerLease, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
@@ -297,16 +297,14 @@ class CompletionClient:
         self, ref: AdapterRef, path: str, body: _Body, read: _Read[T], sequences: int, timeout_s: float
     ) -> T:
         """One request, and its answer as ``read`` returns it."""
-        lease: Lease | None = None
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        lease: ServerLease | None = None
+        exactly, deadline = self.pins or self.home is None, asyncio.get_running_loop().time() + timeout_s
         try:
             while True:
                 with contextlib.suppress(HandedBack):
                     async with (
                         asyncio.timeout_at(deadline) as clock,
-                        self.router.lease(
-                            ref, sequences, clock, self.home, exactly=self.pins or self.home is None
-                        ) as lease,
+                        self.router.lease(ref, sequences, clock, self.home, exactly=exactly) as lease,
                     ):
                         if isinstance(body, CompletionRequest):
                             body = msgspec.structs.replace(body, model=str(lease.ref))
@@ -325,7 +323,7 @@ class CompletionClient:
             detail = f"{lease.server.url if lease else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(self, lease: Lease, path: str, body: list[bytes], read: _Read[T]) -> T:
+    async def _exchange(self, lease: ServerLease, path: str, body: list[bytes], read: _Read[T]) -> T:
         """Takes what it sends out of ``body``."""
         server, started = lease.server, False
         headers = dict(self._keyed if server.url.startswith("https:") else self._plain)

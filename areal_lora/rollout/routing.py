@@ -67,18 +67,18 @@ class Server:
             watcher(self)
 
 
-Outcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
+LeaseOutcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
 """What a request shows of its server."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Lease:
+class ServerLease:
     """A request's server, and the version that it is for."""
 
     server: Server
     ref: AdapterRef
     sequences: int
-    outcome: Outcome = ""
+    outcome: LeaseOutcome = ""
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ class Router:
     @asynccontextmanager
     async def lease(
         self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
-    ) -> AsyncIterator[Lease]:
+    ) -> AsyncIterator[ServerLease]:
         """As `take`, which it waits for. ``clock`` bounds the request, and runs out at once if the server is lost."""
         while isinstance(lease := self.take(ref, sequences, home, exactly=exactly), float):
             await asyncio.sleep(lease)
@@ -215,7 +215,9 @@ class Router:
             lease.server.clocks.discard(clock)
             self.end(lease)
 
-    def take(self, ref: AdapterRef, sequences: int, home: Home | None = None, *, exactly: bool = True) -> Lease | float:
+    def take(
+        self, ref: AdapterRef, sequences: int, home: Home | None = None, *, exactly: bool = True
+    ) -> ServerLease | float:
         """Lease a server that holds ``ref``, or unless ``exactly`` its `newest` version; that of ``home`` if it is fit.
 
         Seconds to wait where all cool down or leave. Raises VersionRetired if none holds the version.
@@ -235,9 +237,9 @@ class Router:
             least = min(healthy, key=_load)
         server = least if home is None else self._settle(home, least, holders)
         server.outstanding += sequences
-        return Lease(server=server, ref=ref, sequences=sequences)
+        return ServerLease(server=server, ref=ref, sequences=sequences)
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: ServerLease) -> None:
         lease.server.outstanding -= lease.sequences
         match lease.outcome:
             case "succeeded":

@@ -23,7 +23,7 @@ from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agent_api.session import Session, Sessions
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.custom_child import context_of
-from areal_lora.rollout.routing import Home, Lease, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Router, Server, ServerLease, VersionRetired
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -36,7 +36,7 @@ class _Leases:
 
     link: m.Link
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
-    requested: dict[int, asyncio.Future[Lease]] = field(default_factory=dict)
+    requested: dict[int, asyncio.Future[ServerLease]] = field(default_factory=dict)
     servers: dict[int, Server] = field(default_factory=dict)
 
     def take(self, grant: m.Grant) -> None:
@@ -47,7 +47,7 @@ class _Leases:
             requested.set_exception(VersionRetired(grant.retired))
         else:
             self.servers[grant.lease] = server = Server(grant.url)
-            requested.set_result(Lease(server=server, ref=grant.ref, sequences=0))
+            requested.set_result(ServerLease(server=server, ref=grant.ref, sequences=0))
 
     def change(self, change: m.ServerChange) -> None:
         for server in self.servers.values():
@@ -67,7 +67,7 @@ class _SessionRouter(Router):
     @contextlib.asynccontextmanager
     async def lease(
         self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
-    ) -> AsyncIterator[Lease]:
+    ) -> AsyncIterator[ServerLease]:
         number, leases, lease = next(self._leases.numbers), self._leases, None
         leases.requested[number] = asyncio.get_running_loop().create_future()
         leases.link.send(

@@ -34,7 +34,7 @@ from areal_lora.rollout.agent_api.ended_sessions import EndedSession, OpenSessio
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.custom_child import ContextFields, fields_of
-from areal_lora.rollout.routing import Home, Lease, Outcome, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, LeaseOutcome, Router, Server, ServerLease, VersionRetired
 from areal_lora.rollout.workflow import WorkerLost, WorkflowContext
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
@@ -99,7 +99,7 @@ class LeaseCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: int
-    outcome: Outcome
+    outcome: LeaseOutcome
 
 
 ToGateway: TypeAlias = OpenCall | CloseCall | Grant | ServerChange
@@ -167,7 +167,7 @@ class _Gateway:
     router: Router
     port: int
     sessions: dict[int, _Remote] = field(default_factory=dict)
-    held: dict[int, Lease] = field(default_factory=dict)
+    held: dict[int, ServerLease] = field(default_factory=dict)
     waiting: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
 
     def take(self, message: FromGateway) -> None:
@@ -227,7 +227,7 @@ def _answer(future: asyncio.Future[Any], value: object) -> None:
 class Gateways(Sessions):
     """Sessions in ``most`` processes, used with ``async with``; in this one while none is ready.
 
-    ``model`` is the folder of the tokenizer.
+    The first session starts them. ``model`` is the folder of the tokenizer.
     """
 
     def __init__(self, model: str, run_folder: RunFolder, router: Router, most: int) -> None:
@@ -240,6 +240,7 @@ class Gateways(Sessions):
     async def opened(
         self, context: WorkflowContext, ref: AdapterRef, seed: int, tool_parser: str | None = None
     ) -> AsyncIterator[OpenSession]:
+        self.start()
         gateway = min(self._ready, key=lambda each: len(each.sessions), default=None)
         if gateway is None:
             async with super().opened(context, ref, seed, tool_parser) as here:
@@ -264,8 +265,11 @@ class Gateways(Sessions):
             del gateway.sessions[number]
         self.count(ref.name, opened.ended.n_untrained)
 
+    def start(self) -> None:
+        if not self._tasks:
+            self._tasks += [watched_task("agent-gateway", partial(self._serve, i)) for i in range(self._most)]
+
     async def __aenter__(self) -> Self:
-        self._tasks += [watched_task("agent-gateway", partial(self._serve, i)) for i in range(self._most)]
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

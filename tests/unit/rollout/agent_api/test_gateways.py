@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +20,7 @@ import pytest
 
 from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.prompts import Formatter, load_tokenizer
-from areal_lora.rollout.agent_api import gateways
+from areal_lora.rollout.agent_api import gateway_process, gateways
 from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agent_api.gateways import Gateways, processes_of_this_machine
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
@@ -76,6 +79,7 @@ class World:
             await server.__aenter__()
         self.announce(V1)
         async with CompletionClient(self.router, "secret") as client, self.gateways, agent_gateway(self.gateways):
+            self.gateways.start()
             async with asyncio.timeout(READY_S):
                 while len(self.gateways._ready) < self.most:
                     await asyncio.sleep(0.02)
@@ -383,6 +387,38 @@ def test_a_lost_process_costs_its_sessions_alone_and_is_started_again(
     assert alone.play(agent) == episode
     seeds = [body["seed"] for body in server.requests]
     assert seeds[:2] == seeds[2:4] == seeds[4:]
+
+
+def test_a_process_ends_with_its_socket(folder: Path, tmp_path: Path) -> None:
+    """As when its parent is killed."""
+    create_secret(RunFolder(tmp_path))
+    ours, theirs = socket.socketpair()
+    argv = [sys.executable, "-I", "-m", gateway_process.__name__, str(theirs.fileno()), "0", str(folder), str(tmp_path)]
+    with ours, subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        theirs.close()
+        assert int.from_bytes(ours.recv(4), "big") > 0, "it is ready"
+        ours.shutdown(socket.SHUT_RDWR)
+        _, errors = process.communicate(timeout=READY_S)
+    assert process.returncode == 0
+    assert b"Traceback" not in errors
+
+
+def test_the_first_session_starts_them_and_is_here(folder: Path, tmp_path: Path) -> None:
+    world = World(folder, tmp_path, 0, answering(folder))
+
+    async def main() -> None:
+        async with world.opened() as context, Gateways(str(folder), world.run_folder, world.router, 1) as lazy:
+            await asyncio.sleep(0)
+            assert not lazy._tasks
+            for n_here, n_there in ((1, 0), (0, 1)):
+                async with lazy.opened(context, V1, seed=1):
+                    assert len(lazy._open) == n_here
+                    assert [len(each.sessions) for each in lazy._ready] == [1] * n_there
+                    async with asyncio.timeout(READY_S):
+                        while not lazy._ready:
+                            await asyncio.sleep(0.02)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(2, 0), (7, 0), (16, 2), (192, 16)])
