@@ -298,6 +298,7 @@ class Gateways(Sessions):
         try:
             (gateway.port,) = msgspec.msgpack.decode(await link.received(), type=list[int])
             self._ready.append(gateway)
+            log.info("agents' sessions have gateway %d", number)
             while True:
                 for message in _decoded(await link.received()):
                     gateway.take(message)
