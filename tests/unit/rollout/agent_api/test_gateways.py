@@ -270,7 +270,7 @@ def test_a_server_that_leaves_or_is_lost_is_so_in_the_process(folder: Path, tmp_
         async with world.opened() as context:
             leaves = world.router.servers["server-0"]
             running = asyncio.create_task(world.run(context, agent))
-            while len(second.requests) < 2:
+            while len(second.requests) < 2 and not running.done():
                 await asyncio.sleep(0.01)
             assert leaves.leaving
             second.models.add(str(V2))
@@ -297,7 +297,7 @@ def test_a_request_waits_for_a_server_and_one_that_breaks_off_while_it_leaves_is
         async with world.opened() as context:
             on = world.router.servers["server-0"]
             running = asyncio.create_task(world.run(context, agent))
-            while not server.requests:
+            while not server.requests and not running.done():
                 await asyncio.sleep(0.01)
             on.leave()
             async with world.gateways.opened(context, V1, seed=1):
@@ -307,7 +307,7 @@ def test_a_request_waits_for_a_server_and_one_that_breaks_off_while_it_leaves_is
             for connection in server._runner.server.connections:
                 assert connection.transport is not None
                 connection.transport.abort()
-            while not world.gateways._ready[0].waiting:
+            while not world.gateways._ready[0].waiting and not running.done():
                 await asyncio.sleep(0.01)
             assert on.failures == 0
             async with answering(folder) as other:
@@ -315,6 +315,31 @@ def test_a_request_waits_for_a_server_and_one_that_breaks_off_while_it_leaves_is
                 await running
 
     asyncio.run(main())
+
+
+def test_a_session_stays_on_its_server_and_starts_on_that_of_its_group(folder: Path, tmp_path: Path) -> None:
+    servers = [answering(folder), answering(folder)]
+    world, samples = World(folder, tmp_path, 1, *servers), list[AgentTask]()
+
+    async def agent(task: AgentTask) -> float:
+        samples.append(task)
+        while len(samples) < 2:
+            await asyncio.sleep(0.01)
+        if task is samples[1]:  # after the first sample's turns
+            while len(servers[0].requests) < 2 and not servers[1].requests:
+                await asyncio.sleep(0.01)
+        for text in ("one", "two"):
+            assert (await asked(task, messages=[{"role": "user", "content": text}]))[0] == 200
+            world.router.servers["server-0"].outstanding += 1  # the least loaded one is the other
+        return 1.0
+
+    async def main() -> None:
+        async with world.opened() as context:
+            await world.run(replace(context, sampling=context.sampling.model_copy(update={"n_samples": 2})), agent)
+            world.router.servers["server-0"].outstanding -= 4
+
+    asyncio.run(main())
+    assert [len(server.requests) for server in servers] == [4, 0]
 
 
 def test_what_a_session_still_asks_ends_with_it(folder: Path, tmp_path: Path) -> None:
