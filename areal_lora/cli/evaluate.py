@@ -25,8 +25,8 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, StepRecord, lag_counts, mean_lag
 from areal_lora.obs.report.side_by_side import differing_keys, shown
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import EvalResult
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets, ranks_of
@@ -93,7 +93,7 @@ async def _measured(
         scorer = await stack.enter_async_context(RewardSum(adapter.rewards, adapter.reward_weights, folder.path))
         sessions = Sessions()
         if any(each.workflow.calls_endpoint for each in sets):
-            sessions = await stack.enter_async_context(agent_gateway(config.model.folder))
+            sessions = await stack.enter_async_context(agent_gateway())
         workers = await stack.enter_async_context(
             EnvironmentWorkers(adapter.workflow, ContextFields.of(config, adapter), held_out=ranks_of(sets))
         )

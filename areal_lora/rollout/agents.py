@@ -4,43 +4,22 @@
                                                                               |
                                       Session: tokens, log-probabilities, versions of every completion
 
-The gateway listens on loopback in the controller. A key belongs to one session (one sample of one group) and
-ends with it; the run secret stays on this side. What was sampled is never tokenized again (``prompt_tokens``), so
-that a conversation stays one trajectory. Tool calls are parsed by a rollout server, which has vLLM.
-
-Routes: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/completions``, ``/v1/messages`` (Anthropic's API),
-``/v1/messages/count_tokens``; ``GET /v1/models``. A streamed answer is sent as the server samples it. With tools, what
-may be a call is held back until the answer is whole, and thoughts are not.
+The endpoint is in the controller, or with its sessions in processes beside it (`agent_api.gateways`).
 """
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-
 from areal_lora.data.prompts import Prompt
-from areal_lora.network.http_server import BodyLimit, HttpServer, unless_disconnected
-from areal_lora.processes.watched import watched_task
-from areal_lora.rollout.agent_api.anthropic_messages import message_body, message_events, parse_messages
-from areal_lora.rollout.agent_api.chat import parse_chat, parse_text, reply_body, reply_events
-from areal_lora.rollout.agent_api.prompt_writers import PromptWriters
-from areal_lora.rollout.agent_api.refusals import AgentRequestError, anthropic_error, check_fields, error_body
-from areal_lora.rollout.agent_api.replies import CompletedRequest, ReplyStream, SamplingRequest, Spell, event_bytes
-from areal_lora.rollout.agent_api.responses import parse_response, response_body, response_events
-from areal_lora.rollout.agent_api.session import Session, Sessions
+from areal_lora.rollout.agent_api.ended_sessions import EndedSession, OpenSession
+from areal_lora.rollout.agent_api.endpoint import HOST
+from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, WorkerLost, conversation_of, repeated
-from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed
+from areal_lora.rollout.conversations import ConversationFile, SampleTimeout, conversation_of, repeated
+from areal_lora.rollout.workflow import Episode, WorkerLost, WorkflowContext, all_samples, derived_seed
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import AdapterRef, Outcome, Sample, Trajectory, TrajectoryGroup
 
@@ -94,228 +73,72 @@ class AgentWorkflow:
             )
             for i in range(n)
         )
-        scores = await self.context.scores([(session.item(prompt.sample), reward) for session, reward in ended])
+        scores = await self.context.scores([(session.item(prompt.sample), result.reward) for session, result in ended])
         trajectories = list[Trajectory]()
-        for i, ((session, _), score) in enumerate(zip(ended, scores, strict=True)):
-            await self._keep(session, prompt, i, score.reward if score.outcome is Outcome.OK else None, score.detail)
-            trajectories += session.trajectories(prompt, i, score)
+        for i, ((session, result), score) in enumerate(zip(ended, scores, strict=True)):
+            reward = score.reward if score.outcome is Outcome.OK else None
+            await self._keep(session, prompt, ref, i, reward, score.detail)
+            trajectories += session.trajectories(prompt, i, ref.name, score, result.finish_reason)
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=tuple(trajectories)),
-            texts=tuple(session.last_text for session, _ in ended for _ in session.trained()),
-            turns=tuple(session.turns_of(i) for session, _ in ended for i in session.trained()),
+            texts=tuple(session.text for session, _ in ended for _ in session.trained),
+            turns=tuple(each.turns for session, _ in ended for _, each in session.trained),
         )
 
     async def _tried(
         self, context: WorkflowContext, prompt: Prompt, ref: AdapterRef, i: int, seed: int
-    ) -> tuple[Session, float | Score | None]:
-        writers, parser = self.sessions.writers, self.tool_parser
-        session = Session(context=context, ref=ref, seed=seed, writers=writers, tool_parser=parser)
-        try:
-            result = await self._played(session, prompt)
-            if not (trained := session.trained()):
-                detail = "the agent ended without a completion"
-                raise GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
-        except GenerationFault as fault:
-            await self._keep(session, prompt, i, None, str(fault))
-            raise
-        for i in trained if result.finish_reason else ():
-            session.conversations[i].finish_reason = result.finish_reason
-        return session, result.reward
+    ) -> tuple[EndedSession, AgentResult]:
+        async with self.sessions.opened(context, ref, seed, self.tool_parser) as opened:
+            played = await self._played(opened, prompt, ref)
+        session = opened.ended
+        if session.fault is not None:
+            played = GenerationFault(*session.fault)
+        if isinstance(played, GenerationFault) and session.trained:
+            own = played.kind in _OWN_FAULTS and not played.unserved and not isinstance(played, WorkerLost)
+            if self.cut and isinstance(played, SampleTimeout):
+                played = AgentResult(finish_reason=FaultKind.TIMEOUT)
+            elif own and self.context.has_reward and session.full:
+                played = AgentResult(finish_reason="length")
+        if not isinstance(played, GenerationFault) and not session.trained:
+            detail = "the agent ended without a completion"
+            played = GenerationFault(FaultKind.AGENT, detail + " that no grammar chose" * bool(session.conversations))
+        if isinstance(played, GenerationFault):
+            await self._keep(session, prompt, ref, i, None, str(played))
+            raise played
+        return session, played
 
-    async def _played(self, session: Session, prompt: Prompt) -> AgentResult:
+    async def _played(self, session: OpenSession, prompt: Prompt, ref: AdapterRef) -> AgentResult | GenerationFault:
+        """The fault that has ended the agent, or its time; that of a request is in the session."""
         timeout_s = self.context.sampling.timeout_s
-        with self.sessions.opened(session) as key:
-            task = AgentTask(
-                base_url=f"http://{HOST}:{self.sessions.port}/v1",
-                api_key=key,
-                model=session.ref.name,
-                sample=prompt.sample,
-                timeout_s=timeout_s,
-            )
-            running = asyncio.create_task(self.agent(task))
-            running.add_done_callback(_retrieve)
-            try:
-                waited: set[asyncio.Future[Any]] = {running, session.fault}
-                done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done and self.cut and session.trained():
-                    return AgentResult(finish_reason=FaultKind.TIMEOUT)
-                if not done:
-                    raise SampleTimeout(f"the agent took longer than {timeout_s:g} s")
-                if session.fault.done():
-                    session.fault.result()
-                return running.result()
-            except GenerationFault as fault:
-                own = fault.kind in _OWN_FAULTS and not fault.unserved and not isinstance(fault, WorkerLost)
-                if own and self.context.has_reward and session.full and session.trained():
-                    return AgentResult(finish_reason="length")
-                raise
-            finally:
-                running.cancel()
-                session.fault.cancel()
+        task = AgentTask(
+            base_url=f"http://{HOST}:{session.port}/v1",
+            api_key=session.key,
+            model=ref.name,
+            sample=prompt.sample,
+            timeout_s=timeout_s,
+        )
+        running = asyncio.create_task(self.agent(task))
+        running.add_done_callback(_retrieve)
+        try:
+            waited: set[asyncio.Future[Any]] = {running, session.fault}
+            done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return SampleTimeout(f"the agent took longer than {timeout_s:g} s")
+            return running.result() if running in done else AgentResult()
+        except GenerationFault as fault:
+            return fault
+        finally:
+            running.cancel()
 
-    async def _keep(self, session: Session, prompt: Prompt, sample: int, reward: float | None, detail: str) -> None:
-        """Of a session that has ended. In a thread: the loop waits for no network file system."""
-        if (kept := self.kept) is not None and session.records:
-            await asyncio.to_thread(lambda: kept.write(conversation_of(session, prompt.uid, sample, reward, detail)))
+    async def _keep(
+        self, session: EndedSession, prompt: Prompt, ref: AdapterRef, sample: int, reward: float | None, detail: str
+    ) -> None:
+        """In a thread: the loop waits for no network file system."""
+        kept, evaluation = self.kept, self.context.evaluating
+        if kept is not None and session.conversations:
+            await asyncio.to_thread(
+                lambda: kept.write(conversation_of(session, ref.name, prompt.uid, sample, evaluation, reward, detail))
+            )
 
 
 _OWN_FAULTS = (FaultKind.AGENT, FaultKind.ENVIRONMENT)
-HOST = "127.0.0.1"  # agents run on this host, wherever other ports are bound
-MAX_BODY_BYTES = 16 << 20
-PAUSE_S = 15.0  # of a stream without an event
-
-Body = dict[str, Any]
-_Handler = Callable[[Session, Request, Body], Coroutine[Any, Any, Response]]
-_ErrorBody = Callable[[int, str, str | None, str | None], Body]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentApi:
-    """How the requests of one route are read, and its answers written."""
-
-    parse: Callable[[Body, Session], SamplingRequest]
-    whole: Callable[[CompletedRequest, str, Body, Spell], Body]
-    events: Callable[[ReplyStream, str, Body, Spell], AsyncIterator[Body]]
-    named: bool = True
-    error: _ErrorBody = error_body
-
-
-_CHAT = AgentApi(parse=lambda body, _: parse_chat(body), whole=reply_body, events=reply_events, named=False)
-_RESPONSES = AgentApi(
-    parse=lambda body, session: parse_response(body, session.earlier), whole=response_body, events=response_events
-)
-_MESSAGES = AgentApi(
-    parse=lambda body, _: parse_messages(body), whole=message_body, events=message_events, error=anthropic_error
-)
-APIS = {
-    "/v1/chat/completions": _CHAT,
-    "/v1/completions": replace(_CHAT, parse=lambda body, _: parse_text(body)),
-    "/v1/responses": _RESPONSES,
-    "/v1/messages": _MESSAGES,
-}
-
-
-@contextlib.asynccontextmanager
-async def agent_gateway(folder: str | None = None) -> AsyncIterator[Sessions]:
-    """Serve the agents of the sessions, at their ``port``, inside the block. ``folder`` has the model's tokenizer."""
-    sessions = Sessions(PromptWriters.of_this_machine(folder) if folder else None)
-    answer = partial(partial, _answer, sessions)
-    app = Starlette(
-        routes=[
-            *(Route(path, answer(partial(_sample, api), api.error), methods=["POST"]) for path, api in APIS.items()),
-            Route("/v1/messages/count_tokens", answer(_count_tokens, anthropic_error), methods=["POST"]),
-            *(Route(path, answer(_models, error_body)) for path in ("/v1/models", "/v1/models/{name}")),
-        ]
-    )
-    with socket.create_server((HOST, 0)) as sock:
-        # Clients keep connections for minutes; a request on one that is being closed is an error of the agent.
-        server = HttpServer(BodyLimit(app, MAX_BODY_BYTES, _error), sock, None, keep_alive_s=3600)
-        serving = watched_task("agent-endpoint", server.serve)
-        sessions.port = sock.getsockname()[1]
-        try:
-            async with sessions.writers:
-                yield sessions
-        finally:
-            server.should_exit = True
-            await serving
-
-
-async def _answer(sessions: Sessions, handler: _Handler, error_of: _ErrorBody, request: Request) -> Response:
-    """Answer within the session of the request's key, with the API's bodies for known errors.
-
-    An agent that disconnects ends its request, and the sequence on the server.
-    """
-    kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    session = sessions.of_key(key if kind == "Bearer" else request.headers.get("X-Api-Key", ""))
-    if session is None:
-        return _error(401, "the key is not, or no longer, valid", error_of=error_of)
-    try:
-        task = asyncio.create_task(handler(session, request, await _checked_body(session, request)))
-        session.requests.add(task)
-        try:
-            return await unless_disconnected(request, task)
-        finally:
-            session.requests.discard(task)
-    except HTTPException as error:
-        return _error(error.status_code, error.detail, error_of=error_of)
-    except AgentRequestError as error:
-        return _error(error.status, str(error), error.param, error_of, error.code)
-    except GenerationFault as fault:
-        session.fail(fault)
-        return _error(503, str(fault), error_of=error_of)
-
-
-async def _sample(api: AgentApi, session: Session, request: Request, body: Body) -> Response:
-    """The texts of the conversation, which may be long, are not kept here until the answer comes."""
-    wanted = api.parse(body, session)
-    body = {key: value for key, value in body.items() if key not in ("messages", "input", "prompt")}
-    if not body.get("stream"):
-        whole = session.answer(wanted)
-        del wanted
-        return JSONResponse(api.whole(await whole, session.ref.name, body, session.spell))
-    stream = ReplyStream(partial(session.answer, wanted))
-    session.requests.add(stream.whole)
-    stream.whole.add_done_callback(session.requests.discard)
-    await stream.opened()
-    events = _events(api, session, stream, body)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _events(api: AgentApi, session: Session, stream: ReplyStream, body: Body) -> AsyncIterator[bytes]:
-    """Closing it, as when the agent disconnects, ends the sequences on the server."""
-    events = api.events(stream, session.ref.name, body, session.spell)
-    pending = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            if not (await asyncio.wait({pending}, timeout=PAUSE_S))[0]:
-                yield b": held back\n\n"  # a comment: clients end a connection that is silent for long
-            elif (event := pending.result()) is None:
-                break
-            else:
-                yield event_bytes(event, named=api.named)
-                pending = asyncio.ensure_future(anext(events, None))
-        if not api.named:
-            yield b"data: [DONE]\n\n"
-    except GenerationFault as fault:
-        session.fail(fault)
-        yield event_bytes({"type": "error"} | api.error(503, str(fault), None, None), named=api.named)
-    except asyncio.CancelledError:
-        if not stream.whole.cancelled():  # else the session has ended
-            raise
-    finally:
-        pending.cancel()
-        stream.whole.cancel()
-
-
-async def _count_tokens(session: Session, request: Request, body: Body) -> Response:
-    wanted = parse_messages(body)
-    return JSONResponse({"input_tokens": len((await session.prompt(wanted)).token_ids)})
-
-
-async def _models(session: Session, request: Request, body: Body) -> Response:
-    model = {"id": session.ref.name, "object": "model", "created": 0, "owned_by": "areal_lora"}
-    name = request.path_params.get("name")
-    if name is None:
-        return JSONResponse({"object": "list", "data": [model]})
-    if name != session.ref.name:
-        raise AgentRequestError(404, f"there is no model {name!r} for this key, only {session.ref.name!r}")
-    return JSONResponse(model)
-
-
-async def _checked_body(session: Session, request: Request) -> Body:
-    read = b"".join([part async for part in request.stream()])  # `request.body` would keep it
-    if request.method == "GET":
-        return {}
-    try:
-        body = msgspec.json.decode(read, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise AgentRequestError(400, str(error)) from None
-    # An evaluation has its own sampling.
-    check_fields(body, None if session.context.evaluating else session.context.sampling)
-    return body
-
-
-def _error(
-    status: int, message: str, param: str | None = None, error_of: _ErrorBody = error_body, code: str | None = None
-) -> Response:
-    return JSONResponse(error_of(status, message, param, code), status_code=status)

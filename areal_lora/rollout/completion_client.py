@@ -5,6 +5,7 @@ a retry can succeed. This module never retries; the controller retries whole gro
 """
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import msgspec
 from areal_lora.errors import RolloutError
 from areal_lora.network.http_server import LEAVING_HEADER, ParsedText, StructuredOutputs, ToolCallsAnswer, ToolCallsBody
 from areal_lora.network.tls import Plane, authorization, client_context
-from areal_lora.rollout.routing import Home, Router, Server, VersionRetired
+from areal_lora.rollout.routing import Home, Router, ServerLease, VersionRetired
 from areal_lora.types import AdapterRef, Cause, Generation, Outcome, TokenColumns
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
@@ -78,7 +79,7 @@ class GenerationFault(RolloutError):
 
 
 class HandedBack(Exception):
-    """The server is leaving: another one has to answer the request. No fault."""
+    """The server is leaving, or has lost a conversation's version: another one has to answer. No fault."""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -184,6 +185,7 @@ def _whole(index: int, parts: Sequence[Generation]) -> SampledChoice:
     )
 
 
+_Body: TypeAlias = CompletionRequest | ToolCallsBody
 _Read: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 
 
@@ -238,14 +240,9 @@ class CompletionClient:
         self, ref: AdapterRef, request: CompletionRequest, timeout_s: float, streamed: _PartReader | None = None
     ) -> tuple[AdapterRef, list[SampledChoice]]:
         """The version that answered, and the ``request.n`` answers in their order; raises GenerationFault."""
-        body = msgspec.structs.replace(request, model=str(ref), pin_version=self.pins, stream=streamed is not None)
+        body = msgspec.structs.replace(request, pin_version=self.pins, stream=streamed is not None)
         read = _decoded(Completion) if streamed is None else streamed.read
-        try:
-            completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
-        except GenerationFault as fault:  # a conversation's version may have left its server before the router knew
-            if fault.kind is not FaultKind.RETIRED or not self.home or not self.router.holds(other := self.newest(ref)):
-                raise
-            return await self.complete(other, request, timeout_s, streamed)
+        completion = await self._request(ref, "/v1/completions", body, read, request.n, timeout_s)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(request.n)):
             raise GenerationFault(FaultKind.PROTOCOL, f"{completion.model}: {len(choices)} answers for {request.n}")
@@ -297,61 +294,64 @@ class CompletionClient:
         return found.answers
 
     async def _request(
-        self, ref: AdapterRef, path: str, body: msgspec.Struct, read: _Read[T], sequences: int, timeout_s: float
+        self, ref: AdapterRef, path: str, body: _Body, read: _Read[T], sequences: int, timeout_s: float
     ) -> T:
         """One request, and its answer as ``read`` returns it."""
-        server: Server | None = None
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        lease: ServerLease | None = None
+        exactly, deadline = self.pins or self.home is None, asyncio.get_running_loop().time() + timeout_s
         try:
             while True:
-                try:
+                with contextlib.suppress(HandedBack):
                     async with (
                         asyncio.timeout_at(deadline) as clock,
-                        self.router.lease(ref, sequences, clock, self.home) as server,
+                        self.router.lease(ref, sequences, clock, self.home, exactly=exactly) as lease,
                     ):
-                        return await self._exchange(server, ref, path, [encoded(body)], read)
-                except HandedBack:
-                    if server is not None:
-                        server.leaving = True
-                    server = None
+                        if isinstance(body, CompletionRequest):
+                            body = msgspec.structs.replace(body, model=str(lease.ref))
+                        return await self._exchange(lease, path, [encoded(body)], read)
+                lease = None
         except TimeoutError:
-            if server is not None and server.lost:
-                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
-            if server is None:
+            if lease is not None and lease.server.lost:
+                raise GenerationFault(FaultKind.CONNECTION, f"{lease.server.url}: excluded by the trainer") from None
+            if lease is None:
                 raise GenerationFault(FaultKind.CONNECTION, f"no server was available within {timeout_s:g} s") from None
             # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
         except msgspec.DecodeError as error:
-            detail = f"{server.url if server else ref}: {path} returned another body: {error}"
+            detail = f"{lease.server.url if lease else ref}: {path} returned another body: {error}"
             raise GenerationFault(FaultKind.PROTOCOL, detail) from None
 
-    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: list[bytes], read: _Read[T]) -> T:
+    async def _exchange(self, lease: ServerLease, path: str, body: list[bytes], read: _Read[T]) -> T:
         """Takes what it sends out of ``body``."""
-        keys, started = self._keyed if server.url.startswith("https:") else self._plain, False
-        headers = keys | {"Content-Length": str(len(body[0]))}  # else in chunks, of which the last is a write more
+        server, started = lease.server, False
+        headers = dict(self._keyed if server.url.startswith("https:") else self._plain)
+        headers["Content-Length"] = str(len(body[0]))  # else in chunks, of which the last is a write more
         try:
             async with self._session.post(f"{server.url}{path}", data=_sent_once(body), headers=headers) as response:
                 if response.status == 200:
                     started = response.content_type == "text/event-stream"
                     answer = await read(response)
-                    self.router.succeeded(server)
+                    lease.outcome = "succeeded"
                     return answer
                 payload = await response.read()
         except aiohttp.ClientError as error:
             if server.leaving and not started:
                 raise HandedBack from error
-            self.router.failed(server)
+            lease.outcome = "failed"
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
         if LEAVING_HEADER in response.headers:
+            lease.outcome = "left"
             raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
-            self.router.retired(server, ref)
+            lease.outcome = "retired"
+            if self.home is not None:
+                raise HandedBack
             raise GenerationFault(FaultKind.RETIRED, detail)
         if response.status >= 500 or response.status == 429:
-            self.router.failed(server)
+            lease.outcome = "failed"
             raise GenerationFault(FaultKind.SERVER_ERROR, detail)
         raise GenerationFault(FaultKind.REJECTED, detail)
 

@@ -21,9 +21,10 @@ import msgspec
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import RecordError
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.agent_api.session import RequestRecord, Session
+from areal_lora.rollout.agent_api.ended_sessions import EndedSession
+from areal_lora.rollout.agent_api.session import RequestRecord
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.workflow import Episode, PackedTurns, WorkflowContext, all_samples, derived_seed
+from areal_lora.rollout.workflow import Episode, PackedTurns, WorkerLost, WorkflowContext, all_samples, derived_seed
 from areal_lora.run_folder.events import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
@@ -56,17 +57,17 @@ class ConversationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conversation_of(
-    session: Session, uid: str, sample: int, reward: float | None, detail: str = ""
+    session: EndedSession, adapter: str, uid: str, sample: int, evaluation: bool, reward: float | None, detail: str = ""
 ) -> ConversationRecord:
     return ConversationRecord(
         time=time.time(),
-        adapter=session.ref.name,
+        adapter=adapter,
         uid=uid,
         sample=sample,
-        evaluation=session.context.evaluating,
+        evaluation=evaluation,
         reward=reward,
         detail=detail,
-        requests=session.records,
+        requests=msgspec.json.decode(session.requests, type=list[RequestRecord]),
         tokens=[
             TrajectoryRecord(token_ids=c.ids.tolist(), versions=c.each_version.tolist())
             for c in (conversation.columns for conversation in session.conversations)
@@ -138,13 +139,6 @@ class Environment(Protocol):
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
         """Reply to the model's answer: without special tokens, and without the text of `stop` that ended it."""
-
-
-class WorkerLost(GenerationFault):
-    """The worker process of a sample has ended. Only this sample is repeated."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(FaultKind.ENVIRONMENT, detail)
 
 
 class SampleTimeout(GenerationFault):

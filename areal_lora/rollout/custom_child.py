@@ -24,7 +24,7 @@ from areal_lora.errors import AlignmentError
 from areal_lora.network.http_server import ParsedText, ToolCallsBody
 from areal_lora.rollout.completion_client import Arrived, CompletionRequest, FaultKind, GenerationFault
 from areal_lora.rollout.environment_kinds import WorkerKind, called
-from areal_lora.rollout.workflow import Episode, Workflow, WorkflowContext, first_fault, given_score
+from areal_lora.rollout.workflow import Episode, RolloutClient, Workflow, WorkflowContext, first_fault, given_score
 from areal_lora.tasks.reward_calls import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome
 
@@ -51,6 +51,31 @@ class ContextFields(msgspec.Struct, frozen=True, kw_only=True):
             max_model_len=config.rollout.max_model_len,
             streams=config.behaviour.router_replay != "rollout",
         )
+
+
+def fields_of(context: WorkflowContext, model: str) -> ContextFields:
+    return ContextFields(
+        model=model,
+        format=context.formatter.how.model_dump(mode="json"),
+        sampling=context.sampling.model_dump(mode="json"),
+        max_model_len=context.max_model_len,
+        streams=context.streams,
+        evaluating=context.evaluating,
+    )
+
+
+def context_of(fields: ContextFields, client: RolloutClient, formatter: Formatter) -> WorkflowContext:
+    """With a scorer that calls the controller, as code in a worker does."""
+    # That of evaluations and ReMax's baseline is 0, which is no temperature of training.
+    temperature = {"temperature": fields.sampling["temperature"]}
+    return WorkflowContext(
+        client=client,
+        scorer=CallingScorer(),
+        sampling=SamplingConfig.model_validate({**fields.sampling, "temperature": 1}).model_copy(update=temperature),
+        formatter=formatter,
+        max_model_len=fields.max_model_len,
+        streams=fields.streams,
+    )
 
 
 class WorkflowRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,16 +247,8 @@ class CustomWorkflows(WorkerKind):
 
 def _checked(made: Callable[[WorkflowContext], Workflow], fields: ContextFields) -> "CheckedWorkflow":
     tokenizer: TextTokenizer = _Tokenizer(fields.model)
-    # That of evaluations and ReMax's baseline is 0, which is no temperature of training.
-    temperature = {"temperature": fields.sampling["temperature"]}
-    context = WorkflowContext(
-        client=CallingClient(pins=fields.evaluating),
-        scorer=CallingScorer(),
-        sampling=SamplingConfig.model_validate({**fields.sampling, "temperature": 1}).model_copy(update=temperature),
-        formatter=_ChildFormatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format)),
-        max_model_len=fields.max_model_len,
-        streams=fields.streams,
-    )
+    formatter = _ChildFormatter(tokenizer=tokenizer, how=PromptFormat.model_validate(fields.format))
+    context = context_of(fields, CallingClient(pins=fields.evaluating), formatter)
     workflow = made(context)
     _ = workflow.run  # a workflow without it is found here, not at the first prompt
     return CheckedWorkflow(inner=workflow, context=context)

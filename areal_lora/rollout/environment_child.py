@@ -4,7 +4,7 @@ Messages are JSON after 4 bytes of length (big-endian), on the standard input an
 user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
 loop, blocking code in threads, and may call the controller. A sample that is cancelled is answered when its last thread
 has ended. At the end of its input the process ends its whole group, on another node than its controller's also when
-nothing comes for ``silence_s``; there code calls the endpoint at a port of its own, whose connections are messages.
+nothing comes for ``silence_s``; there code calls an endpoint at a port of its own, whose connections are messages.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 # By its file: in the folder of this script there are modules that hide those of others.
 spec: Any = importlib.util.spec_from_file_location(
@@ -117,7 +118,7 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
     running = dict[int, asyncio.Task[dict[str, Any]]]()
     calls, numbers = dict[int, asyncio.Future[Any]](), itertools.count(1)
-    streams = dict[int, asyncio.StreamWriter]()
+    streams, ports = dict[int, asyncio.StreamWriter](), dict[int, int]()
 
     def receive() -> None:
         while (message := read(requests)) is not None:
@@ -130,13 +131,14 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
             heard.clear()
         end_group()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on what code sends to the endpoint; the answers come with the messages."""
+    async def accept(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what code sends to the endpoint at ``port``; the answers come with the messages."""
         stream = next(numbers)
         streams[stream] = writer
 
         def send(data: bytes) -> None:
-            write(replies, {"type": "bytes", "stream": stream, "data": base64.b64encode(data).decode()})
+            message = {"type": "bytes", "stream": stream, "port": port}
+            write(replies, {**message, "data": base64.b64encode(data).decode()})
 
         send(b"")  # opens it
         with contextlib.suppress(OSError):
@@ -144,6 +146,14 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
                 send(data)
         send(b"")
         streams.pop(stream).close()
+
+    async def reached(url: str) -> str:
+        """``url``, of the controller's host, at a port of this one."""
+        port = urlsplit(url).port or 0
+        if port not in ports:
+            server = await asyncio.start_server(functools.partial(accept, port), "127.0.0.1", 0)
+            ports[port] = server.sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{ports[port]}/v1"
 
     async def call(number: int, body: Any) -> Any:
         """The controller's answer to ``body``, which sample ``number`` sends."""
@@ -171,11 +181,8 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
 
     environment = await kinds.called(kinds.KINDS[setup["kind"]], setup)
     async with environment.opened():
-        port = None
         if silence_s:
             threading.Thread(target=expect, daemon=True).start()
-            server = await asyncio.start_server(accept, "127.0.0.1", 0)
-            port = server.sockets[0].getsockname()[1]
         write(replies, {"type": "result", "number": 0})
         threading.Thread(target=receive, daemon=True).start()
         while True:
@@ -191,8 +198,8 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
             elif message["task"] is not None:
                 task = SimpleNamespace(**message["task"], call=functools.partial(call, number))
                 task.sample = SimpleNamespace(**task.sample)
-                if port is not None and "base_url" in message["task"]:
-                    task.base_url = f"http://127.0.0.1:{port}/v1"
+                if silence_s and "base_url" in message["task"]:
+                    task.base_url = await reached(task.base_url)
                 running[number] = asyncio.create_task(play(task))
                 running[number].add_done_callback(functools.partial(answer, number))
             elif number in running:  # else it has just been answered

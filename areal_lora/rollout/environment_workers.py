@@ -41,9 +41,9 @@ from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.channel.tunnel import StreamBytes, Tunnel
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import Answer, WorkerLost
+from areal_lora.rollout.conversations import Answer
 from areal_lora.rollout.custom_child import ContextFields
-from areal_lora.rollout.workflow import derived_seed, given_score
+from areal_lora.rollout.workflow import WorkerLost, derived_seed, given_score
 from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
@@ -199,7 +199,7 @@ class _Worker:
         self, chosen: WorkerWorkflowConfig, settings: dict[str, Any], launchers: _Launchers, file: UserFile
     ) -> None:
         self._chosen, self._settings, self._launchers, self._file = chosen, settings, launchers, file
-        self._node, self._port = "", 0  # of the newest process, as its launcher; of the endpoint
+        self._node, self._ports = "", set[int]()  # of the newest process, as its launcher; of endpoints
         self._launcher: Sequence[str] = ()
         own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
         self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
@@ -234,7 +234,7 @@ class _Worker:
             raise GenerationFault(self._fault, str(error)) from error
         if self._process() is not process:
             raise WorkerLost("its worker process ended before the sample started")
-        self._port = urlsplit(fields.get("base_url", "")).port or 0
+        self._ports.add(urlsplit(fields.get("base_url", "")).port or 0)
         number = next(self._numbers)
         self._samples[number] = sample = _RunningSample(answer)
         self._send(process, Play(number=number, task=dict(fields)))
@@ -311,14 +311,14 @@ class _Worker:
 
     async def _read(self, process: Process) -> None:
         """Pass answers on until the process ends or writes anything else."""
-        tunnel = Tunnel(partial(self._send, process))
+        tunnel = Tunnel(partial(self._send, process), self._ports)
         with contextlib.suppress(asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
             while True:
                 received = await _received(process)
                 if isinstance(received, WorkerCall):
                     self._called(process, received)
                 elif isinstance(received, StreamBytes):
-                    tunnel.receive(received, self._port)
+                    tunnel.receive(received)
                 elif (ended := self._samples.pop(received.number, None)) is not None and not ended.result.done():
                     ended.result.set_result(received)
         tunnel.close()

@@ -23,8 +23,9 @@ from areal_lora.obs.machine import MachineWatch
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.startup import collector_paused, rare_full_collections
 from areal_lora.processes.watched import watched_task
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agent_api.gateways import Gateways, processes_of_this_machine
 from areal_lora.rollout.agent_api.session import Sessions
-from areal_lora.rollout.agents import agent_gateway
 from areal_lora.rollout.channel.channel_messages import ControlSocket
 from areal_lora.rollout.completion_client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller
@@ -221,7 +222,8 @@ async def serve(
         client = await stack.enter_async_context(CompletionClient(router, secret))
         sessions = Sessions()
         if config.service or any(part.config.workflow.calls_endpoint for part in data):
-            sessions = await stack.enter_async_context(agent_gateway(config.model.folder))
+            gateways = Gateways(config.model.folder, run_folder, router, processes_of_this_machine())
+            sessions = await stack.enter_async_context(agent_gateway(await stack.enter_async_context(gateways)))
         places = EvalPlaces(0)  # until the first announcement
         shared = SharedResources(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Literal, TypeAlias
 
 from areal_lora.errors import RolloutError
 from areal_lora.types import AdapterRef
@@ -37,6 +38,7 @@ class Server:
     """One session of a replica, under one URL.
 
     One that is ``leaving`` takes no more requests; it is known until the trainer announces a version without it.
+    ``watchers`` are called when it leaves or is lost.
     """
 
     url: str
@@ -46,6 +48,7 @@ class Server:
     lost: bool = False
     leaving: bool = False
     clocks: set[asyncio.Timeout] = field(default_factory=set)
+    watchers: "set[Callable[[Server], None]]" = field(default_factory=set)
 
     def lose(self) -> None:
         """End the running requests now, instead of at their deadlines."""
@@ -53,6 +56,29 @@ class Server:
         for clock in self.clocks:
             if not clock.expired():
                 clock.reschedule(asyncio.get_running_loop().time())
+        self._tell()
+
+    def leave(self) -> None:
+        self.leaving = True
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher(self)
+
+
+LeaseOutcome: TypeAlias = Literal["", "succeeded", "failed", "left", "retired"]
+"""What a request shows of its server."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerLease:
+    """A request's server, and the version that it is for."""
+
+    server: Server
+    ref: AdapterRef
+    sequences: int
+    outcome: LeaseOutcome = ""
 
 
 @dataclass(slots=True)
@@ -113,7 +139,7 @@ class Router:
         for name, server in list(self.servers.items()):
             if name in lost or servers.get(name) != server.url:
                 if name in left:
-                    server.leaving = True
+                    server.leave()
                 if not server.leaving:
                     server.lose()
                 ended.add(self.servers.pop(name))
@@ -177,38 +203,53 @@ class Router:
 
     @asynccontextmanager
     async def lease(
-        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None
-    ) -> AsyncIterator[Server]:
-        """A server for ``sequences`` sequences of ``ref``, that of ``home`` where it is fit.
-
-        It waits while all that hold ``ref`` cool down or leave. ``clock`` bounds the request and runs out at once if
-        the server is excluded (``lost``). Raises VersionRetired if none holds ``ref``.
-        """
-        server = await self._choose(ref, home)
-        server.outstanding += sequences
-        server.clocks.add(clock)
+        self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout, home: Home | None = None, *, exactly: bool = True
+    ) -> AsyncIterator[ServerLease]:
+        """As `take`, which it waits for. ``clock`` bounds the request, and runs out at once if the server is lost."""
+        while isinstance(lease := self.take(ref, sequences, home, exactly=exactly), float):
+            await asyncio.sleep(lease)
+        lease.server.clocks.add(clock)
         try:
-            yield server
+            yield lease
         finally:
-            server.clocks.discard(clock)
-            server.outstanding -= sequences
+            lease.server.clocks.discard(clock)
+            self.end(lease)
 
-    async def _choose(self, ref: AdapterRef, home: Home | None = None) -> Server:
-        while True:
-            holders = self._holders.get(ref.name, {}).get(ref, ())
-            if not holders:
-                raise VersionRetired(f"no rollout server holds {ref}")
-            now = self._clock()
-            least = min(holders, key=_load)
-            if least.leaving or now < least.down_until_s:  # one that fails has the fewest
-                staying = [server for server in holders if not server.leaving]
-                healthy = [server for server in staying if now >= server.down_until_s]
-                if not healthy:
-                    until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
-                    await asyncio.sleep(max(0.01, until_s - now))
-                    continue
-                least = min(healthy, key=_load)
-            return least if home is None else self._settle(home, least, holders)
+    def take(
+        self, ref: AdapterRef, sequences: int, home: Home | None = None, *, exactly: bool = True
+    ) -> ServerLease | float:
+        """Lease a server that holds ``ref``, or unless ``exactly`` its `newest` version; that of ``home`` if it is fit.
+
+        Seconds to wait where all cool down or leave. Raises VersionRetired if none holds the version.
+        """
+        ref = ref if exactly else self.newest(ref, home)
+        holders = self._holders.get(ref.name, {}).get(ref, ())
+        if not holders:
+            raise VersionRetired(f"no rollout server holds {ref}")
+        now = self._clock()
+        least = min(holders, key=_load)
+        if least.leaving or now < least.down_until_s:  # one that fails has the fewest
+            staying = [server for server in holders if not server.leaving]
+            healthy = [server for server in staying if now >= server.down_until_s]
+            if not healthy:
+                until_s = min((server.down_until_s for server in staying), default=now + LEAVING_S)
+                return max(0.01, until_s - now)
+            least = min(healthy, key=_load)
+        server = least if home is None else self._settle(home, least, holders)
+        server.outstanding += sequences
+        return ServerLease(server=server, ref=ref, sequences=sequences)
+
+    def end(self, lease: ServerLease) -> None:
+        lease.server.outstanding -= lease.sequences
+        match lease.outcome:
+            case "succeeded":
+                self.succeeded(lease.server)
+            case "failed":
+                self.failed(lease.server)
+            case "left":
+                lease.server.leave()
+            case "retired":
+                self.retired(lease.server, lease.ref)
 
     def _settle(self, home: Home, least: Server, holders: Sequence[Server]) -> Server:
         """The server of ``home`` or of its group if it is fit, else ``least``, which takes its place."""

@@ -99,21 +99,26 @@ class PackedTurns:
         self.finish_reason = answer.finish_reason
 
     def trajectory(self, uid: str, sample: int, adapter: str, score: Score) -> Trajectory:
-        """At least one answer must be there; its oldest token's version is the trajectory's."""
-        columns = self.columns
-        return Trajectory(
-            uid=uid,
-            sample=sample,
-            adapter=AdapterRef(name=adapter, version=columns.span[0]),
-            columns=columns,
-            reward=score.reward,
-            outcome=score.outcome,
-            finish_reason=self.finish_reason,
-            detail=score.detail,
-            components=dict(score.components),
-            correct=score.correct,
-            cause=score.cause,
-        )
+        return scored_trajectory(uid, sample, adapter, score, self.columns, self.finish_reason)
+
+
+def scored_trajectory(
+    uid: str, sample: int, adapter: str, score: Score, columns: TokenColumns, finish_reason: str
+) -> Trajectory:
+    """At least one answer must be there; its oldest token's version is the trajectory's."""
+    return Trajectory(
+        uid=uid,
+        sample=sample,
+        adapter=AdapterRef(name=adapter, version=columns.span[0]),
+        columns=columns,
+        reward=score.reward,
+        outcome=score.outcome,
+        finish_reason=finish_reason,
+        detail=score.detail,
+        components=dict(score.components),
+        correct=score.correct,
+        cause=score.cause,
+    )
 
 
 def continued_by(conversations: Iterable[PackedTurns], prompt_ids: Sequence[int]) -> PackedTurns | None:
@@ -136,6 +141,13 @@ def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Ge
     conversation.given(prompt_ids[len(conversation) :])
     conversation.sampled(answer)
     return conversation
+
+
+class WorkerLost(GenerationFault):
+    """The process that a sample runs in, or its session, has ended. Only this sample is repeated."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(FaultKind.ENVIRONMENT, detail)
 
 
 class RolloutClient(Protocol):

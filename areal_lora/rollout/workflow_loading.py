@@ -98,13 +98,7 @@ class CustomWorkflow:
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> flow.Episode:
         """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
-        fields = msgspec.structs.replace(
-            self.workers.context,
-            format=self.context.formatter.how.model_dump(mode="json"),
-            sampling=self.context.sampling.model_dump(mode="json"),
-            streams=self.context.streams,
-            evaluating=self.context.evaluating,
-        )
+        fields = child.fields_of(self.context, self.workers.context.model)
         timeout_s = self.context.sampling.timeout_s
 
         async def tried(seed: int) -> PlayResult:

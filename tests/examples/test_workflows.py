@@ -12,7 +12,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import WorkerWorkflowConfig, WorkflowConfig
 from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
-from areal_lora.rollout.agents import agent_gateway
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.environment_workers import EnvironmentWorkers
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflow_loading import build_workflow

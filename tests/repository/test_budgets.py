@@ -41,7 +41,7 @@ LINES = {
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 506,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
-    "rollout": 8898,  # prompt writers; workers; OpenEnv; curricula; streams; turns; sums; dialogues; counts; thoughts
+    "rollout": 9370,  # gateways; leases; workers; OpenEnv; curricula; streams; turns; sums; dialogues; counts; thoughts
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code

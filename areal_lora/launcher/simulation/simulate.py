@@ -186,10 +186,10 @@ class _World:
         lengths = self.costs.lengths(f"{self.scenario.seed} {prompt.position}", self.adapter.sampling.n_samples)
         ref = self.router.newest(ref)
         try:
-            async with asyncio.timeout(None) as clock, self.router.lease(ref, len(lengths), clock) as server:
-                await self.servers[server.url].generate(lengths)
+            async with asyncio.timeout(None) as clock, self.router.lease(ref, len(lengths), clock) as lease:
+                await self.servers[lease.server.url].generate(lengths)
         except TimeoutError:
-            raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
+            raise GenerationFault(FaultKind.CONNECTION, f"{lease.server.url}: excluded by the trainer") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
         n = len(lengths)

@@ -6,22 +6,20 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from areal_lora.data.prompts import Prompt
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
+from areal_lora.rollout.agent_api.ended_sessions import EndedConversation, EndedSession, OpenSession
 from areal_lora.rollout.agent_api.known_turns import KnownTurns, Prompts, WrittenPrompt
-from areal_lora.rollout.agent_api.prompt_writers import PromptWriters
 from areal_lora.rollout.agent_api.refusals import AgentRequestError, context_full, refuse, warn_once
 from areal_lora.rollout.agent_api.replies import Call, CompletedRequest, ReplyPart, SampledReply, SamplingRequest, Turn
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import PackedTurns, WorkflowContext, continued_by, derived_seed, join
-from areal_lora.tasks.reward_calls import Score, ScoreItem
-from areal_lora.types import THOUGHT_END, THOUGHT_START, AdapterRef, Generation, Sample, TokenColumns, Trajectory
+from areal_lora.types import THOUGHT_END, THOUGHT_START, AdapterRef, Generation, TokenColumns
 
 TURN_LETTERS, TURNS_BYTES = 4000, 64 << 10
 """Of the text of a turn, and of all turns of a conversation, that are kept with a rollout."""
@@ -108,7 +106,7 @@ class Session:
     context: WorkflowContext
     ref: AdapterRef
     seed: int
-    writers: PromptWriters = field(default_factory=PromptWriters)
+    key: str = ""
     tool_parser: str | None = None
     conversations: list[PackedTurns] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
@@ -123,9 +121,9 @@ class Session:
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def __post_init__(self) -> None:
-        self.prompts = Prompts(self.context.formatter, self.writers)
+        self.prompts = Prompts(self.context.formatter)
 
-    async def prompt(self, request: SamplingRequest) -> WrittenPrompt:
+    def prompt(self, request: SamplingRequest) -> WrittenPrompt:
         """Raises AgentRequestError for what cannot be sampled."""
         if request.model != self.ref.name:
             raise AgentRequestError(
@@ -133,7 +131,7 @@ class Session:
             )
         if request.tools and self.tool_parser is None:
             raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
-        prompt = await self.prompts.of(request)
+        prompt = self.prompts.of(request)
         if not len(prompt.token_ids):
             raise AgentRequestError(400, "the prompt has no tokens")
         return prompt
@@ -145,7 +143,7 @@ class Session:
 
         Raises AgentRequestError for what cannot be sampled, GenerationFault where there is no answer.
         """
-        prompt = await self.prompt(request)
+        prompt = self.prompt(request)
         if (n := len(prompt.token_ids)) >= (limit := self.context.max_model_len):
             self.full = True
             raise context_full(n, limit)
@@ -276,12 +274,9 @@ class Session:
         """Fail the group, which is retried whole: a result without this answer is no sample of the policy."""
         if not self.fault.done():
             self.fault.set_exception(fault)
+            self.fault.exception()  # an agent that is cancelled meanwhile does not look at it
 
-    @property
-    def last_text(self) -> str:
-        return "" if self.last is None else self.last.text
-
-    def turns_of(self, conversation: int) -> str:
+    def _turns_of(self, conversation: int) -> str:
         """The messages of a conversation as JSON, the first `TURNS_BYTES`; empty for prompts that are plain text."""
         known, kept, left = self.turns.get(conversation), list[bytes](), TURNS_BYTES
         turns = known.turns() if known is not None else []
@@ -294,61 +289,78 @@ class Session:
                 break
         return f"[{b','.join(kept).decode()}]" if kept else ""
 
-    def item(self, sample: Sample) -> ScoreItem:
-        """What the configured reward gets: the last completion, with its conversation as the agent has sent it."""
-        if self.last is None:
-            return ScoreItem.of(sample, "")
-        n_tokens, how = len(self.last.columns), self.last.finish_reason
-        item = ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+    def _messages(self) -> list[dict[str, Any]]:
+        """The conversation of the last completion, as the agent has sent it."""
+        if not self.records:
+            return []
         prompt, answer = self.records[-1].prompt, self.records[-1].answers[-1]
         if isinstance(prompt, list):
             prompt = self.context.tokenizer.decode(prompt, skip_special_tokens=False)
         plain = None if prompt is None else [Turn(role="user", content=prompt), answer.turn]
         turns = plain or self.turns[answer.conversation].turns()
         # Arguments of calls stay text: it may spell numbers that msgpack does not have.
-        return msgspec.structs.replace(item, messages=[turn.message() for turn in turns])
+        return [turn.message() for turn in turns]
 
-    def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
-        """All with the sample's one score."""
-        return [
-            self.conversations[i].trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
-            for i in self.trained()
-        ]
-
-    def trained(self) -> list[int]:
-        """The conversations that have tokens of the policy."""
-        return [i for i, packed in enumerate(self.conversations) if packed.any_sampled]
+    def ended(self) -> EndedSession:
+        fault = self.fault.exception() if self.fault.done() and not self.fault.cancelled() else None
+        return EndedSession(
+            conversations=[
+                EndedConversation(columns=c.columns, finish_reason=c.finish_reason, turns=self._turns_of(i))
+                for i, c in enumerate(self.conversations)
+            ],
+            requests=msgspec.json.encode(self.records),
+            messages=self._messages(),
+            text=self.last.text if self.last else "",
+            n_tokens=len(self.last.columns) if self.last else 0,
+            finish_reason=self.last.finish_reason if self.last else "",
+            full=self.full,
+            n_untrained=self.n_untrained,
+            fault=(fault.kind, fault.detail, fault.cause) if isinstance(fault, GenerationFault) else None,
+        )
 
 
 class Sessions:
-    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the gateway, 0 without one.
-
-    ``writers`` write the prompts of its sessions.
+    """The keys that are valid now. Keys are kept as digests. ``port`` is that of the endpoint, 0 without one.
 
     Answers that are not trained on are counted by adapter, with a line of the log each time that their number doubles.
     """
 
-    def __init__(self, writers: PromptWriters | None = None) -> None:
-        self.port, self.writers = 0, writers or PromptWriters()
+    def __init__(self) -> None:
+        self.port = 0
         self._open: dict[bytes, Session] = {}
         self._untrained: dict[str, int] = {}
 
-    @contextlib.contextmanager
-    def opened(self, session: Session) -> Iterator[str]:
-        """A new key for the session; at the end the key is revoked and its running requests are cancelled."""
-        key = secrets.token_urlsafe(32)
-        self._open[_digest(key)] = session
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, context: WorkflowContext, ref: AdapterRef, seed: int, tool_parser: str | None = None
+    ) -> AsyncIterator[OpenSession]:
+        """A new session; at the end its key is revoked and its running requests are cancelled. Raises WorkerLost."""
+        session = Session(context=context, ref=ref, seed=seed, tool_parser=tool_parser)
+        opened = OpenSession(port=self.port, key=self.open(session), fault=session.fault)
         try:
-            yield key
+            yield opened
         finally:
-            del self._open[_digest(key)]
-            for request in session.requests:
-                request.cancel()
-            before = self._untrained.get(session.ref.name, 0)
-            self._untrained[session.ref.name] = n = before + session.n_untrained
-            if n.bit_length() > before.bit_length():
-                reason = "a grammar (forced tool_choice, JSON schema) chose among their tokens"
-                warn_once(f"{session.ref.name}: {n} answers by now are context, not trained on, since {reason}")
+            self.close(session)
+        opened.ended = session.ended()
+        self.count(ref.name, session.n_untrained)
+
+    def open(self, session: Session) -> str:
+        """A new key for the session."""
+        session.key = secrets.token_urlsafe(32)
+        self._open[_digest(session.key)] = session
+        return session.key
+
+    def close(self, session: Session) -> None:
+        del self._open[_digest(session.key)]
+        for request in session.requests:
+            request.cancel()
+
+    def count(self, adapter: str, n_untrained: int) -> None:
+        before = self._untrained.get(adapter, 0)
+        self._untrained[adapter] = n = before + n_untrained
+        if n.bit_length() > before.bit_length():
+            reason = "a grammar (forced tool_choice, JSON schema) chose among their tokens"
+            warn_once(f"{adapter}: {n} answers by now are context, not trained on, since {reason}")
 
     def of_key(self, key: str) -> Session | None:
         return self._open.get(_digest(key))

@@ -41,6 +41,7 @@ SILENCE_S, PATIENT = 1.0, 20
 PROCESSES = {
     "areal_lora.trainer.main": "trainer rank",
     "areal_lora.rollout.main": "controller",
+    "areal_lora.rollout.agent_api.gateway_process": "controller",
     "areal_lora.engine.vllm_ext.server.main": "rollout server",
     "tests.support.engine.vllm_ext.stand_in": "rollout server",
     "areal_lora.launcher.guardian": "guardian",
@@ -144,6 +145,8 @@ def identified(listener: Listener, patience: int) -> Listener:
         transport, plane = "gloo", plane or "collectives"
     elif transport == "zmq CURVE" and listener.process == "rollout server":
         plane = plane or "worker channel"
+    elif transport == "HTTP" and listener.process == "controller":
+        plane = plane or "agents"
     elif transport in ("TCPStore", "zmq CURVE"):
         plane = plane or "store"
     return replace(listener, transport=transport, plane=plane)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config.recorded import read_config
-from areal_lora.rollout.conversations import WorkerLost
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
+from areal_lora.rollout.workflow import WorkerLost
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.rollout.texts import FIELDS
 

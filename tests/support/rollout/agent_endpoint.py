@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.rollout.agents import AgentResult, AgentTask, AgentWorkflow, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask, AgentWorkflow
 from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from tests.support.rollout.fake_server import FakeServer
@@ -88,7 +89,7 @@ def episode(
 
     async def main() -> Episode:
         sampling = SAMPLING.model_copy(update={"n_samples": n_samples, "timeout_s": 120.0})
-        async with served(server, scorer or Graded(), sampling) as context, agent_gateway(folder) as sessions:
+        async with served(server, scorer or Graded(), sampling) as context, agent_gateway() as sessions:
             context: WorkflowContext = replace(
                 context, formatter=formatter or Formatter(tokenizer=ToolTokenizer()), max_model_len=max_model_len
             )

@@ -19,10 +19,10 @@ from areal_lora.algorithms.losses import k1
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agent_api import session as agent_session
-from areal_lora.rollout.agents import MAX_BODY_BYTES, AgentTask, AgentWorkflow, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import MAX_BODY_BYTES, agent_gateway
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import WorkerLost
-from areal_lora.rollout.workflow import Episode, WorkflowContext
+from areal_lora.rollout.workflow import Episode, WorkerLost, WorkflowContext
 from areal_lora.tasks.reward_calls import Score
 from areal_lora.types import Cause, Outcome
 from tests.support.clocks import seen

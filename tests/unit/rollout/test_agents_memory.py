@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.data.prompts import Formatter
-from areal_lora.rollout.agent_api.session import Session
-from areal_lora.rollout.agents import HOST, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import HOST, agent_gateway
 from areal_lora.rollout.completion_client import CompletionRequest
 from areal_lora.rollout.workflow import WorkflowContext
 from areal_lora.types import AdapterRef, Generation, TokenColumns
@@ -62,9 +61,9 @@ def test_a_waiting_turn_keeps_the_tokens_of_its_prompt_and_no_texts(path: str, g
         context = WorkflowContext(
             client=client, scorer=Graded(), sampling=SAMPLING, formatter=formatter, max_model_len=2 * n
         )
-        session = Session(context=context, ref=V1, seed=1)
         async with agent_gateway() as sessions:
-            with sessions.opened(session) as key:
+            async with sessions.opened(context, V1, 1) as session:
+                key = session.key
                 client.may_answer.set()
                 answer, _writer = await posted(sessions.port, key, path, {"model": "math", given: [first]})
                 assert b"200 OK" in await answer.read()
@@ -78,7 +77,7 @@ def test_a_waiting_turn_keeps_the_tokens_of_its_prompt_and_no_texts(path: str, g
                 tracemalloc.stop()
                 client.may_answer.set()
                 assert b"200 OK" in await answer.read()
-        assert [len(each) > n for each in session.conversations] == [True]
+        assert [len(each.columns) > n for each in session.ended.conversations] == [True]
         return kept
 
     assert 4 * n <= asyncio.run(main()) < 4.5 * n

@@ -209,9 +209,9 @@ def test_a_workflow_that_blocks_its_worker_costs_it(tmp_path: Path, monkeypatch:
 def test_requests_of_a_conversation_have_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
     homes, lease = [], Router.lease
 
-    def kept(self: Router, *arguments: Any) -> Any:
+    def kept(self: Router, *arguments: Any, **keys: Any) -> Any:
         homes.append(arguments[-1])
-        return lease(self, *arguments)
+        return lease(self, *arguments, **keys)
 
     monkeypatch.setattr(Router, "lease", kept)
     in_worker("TwoTurns")

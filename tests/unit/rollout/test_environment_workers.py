@@ -24,11 +24,11 @@ from areal_lora.config.models import ClusterConfig, WorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.rollout import environment_child, environment_workers
-from areal_lora.rollout.agents import AgentResult, AgentTask, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.conversations import WorkerLost
 from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
-from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflow import Episode, WorkerLost
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
 from tests.support.agents import plain_agents
@@ -496,6 +496,26 @@ def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
             while len({mark.name.partition("-")[0] for mark in tmp_path.iterdir()}) < 2:  # until it was killed
                 (made,) = (await workflow.run(PROMPT, V1, seed=2)).group.trajectories
                 assert made.reward == 3.0
+
+    asyncio.run(main())
+
+
+def test_a_worker_on_another_node_reaches_several_endpoints() -> None:
+    """Its samples have sessions in different processes."""
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", workers=1))
+
+    async def main() -> None:
+        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 120.0})
+        async with (
+            served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
+            agent_gateway() as one,
+            agent_gateway() as other,
+            EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers,
+        ):
+            assert one.port != other.port
+            workflows = [build_workflow(config, context, each, workers=workers) for each in (one, other, one)]
+            made = await asyncio.gather(*(workflow.run(PROMPT, V1, seed=1) for workflow in workflows))
+        assert [each.group.trajectories[0].reward for each in made] == [3.0] * 3
 
     asyncio.run(main())
 

@@ -15,8 +15,8 @@ BOTH = {"server-0": "a", "server-1": "b"}
 
 def chosen(router: Router, ref: AdapterRef = REF) -> str:
     async def choose() -> str:
-        async with asyncio.timeout(1) as clock, router.lease(ref, 1, clock) as server:
-            return server.url
+        async with asyncio.timeout(1) as clock, router.lease(ref, 1, clock) as lease:
+            return lease.server.url
 
     return in_virtual_time(choose())
 
@@ -27,7 +27,7 @@ def test_least_outstanding_sequences_win_and_are_given_back() -> None:
         router.announce(REF, BOTH)
         async with asyncio.timeout(9) as clock, router.lease(REF, 8, clock) as first:
             async with router.lease(REF, 2, clock) as second, router.lease(REF, 2, clock) as third:
-                assert (first.url, second.url, third.url) == ("a", "b", "b")
+                assert (first.server.url, second.server.url, third.server.url) == ("a", "b", "b")
                 assert [s.outstanding for s in router.servers.values()] == [8, 4]
         assert [s.outstanding for s in router.servers.values()] == [0, 0]
 
@@ -72,7 +72,9 @@ def test_with_all_servers_down_it_waits_for_the_first_to_be_tried() -> None:
         router = Router(clock)
         router.announce(REF, {"server-0": "a"})
         router.failed(router.servers["server-0"])
-        assert (await router._choose(REF)).url == "a"
+        async with asyncio.timeout(1) as limit, router.lease(REF, 1, limit) as lease:
+            server = lease.server
+            assert server.url == "a"
         assert clock() >= 0.25
 
     in_virtual_time(wait())
@@ -107,7 +109,8 @@ def test_what_runs_on_a_lost_server_is_cut_off_at_once_and_the_rest_goes_on() ->
         router.announce(REF, BOTH)
 
         async def request(seconds: float) -> str:
-            async with asyncio.timeout(60) as clock, router.lease(REF, 1, clock) as server:
+            async with asyncio.timeout(60) as clock, router.lease(REF, 1, clock) as lease:
+                server = lease.server
                 try:
                     await asyncio.sleep(seconds)
                 except asyncio.CancelledError:
@@ -153,9 +156,10 @@ def test_a_server_that_leaves_ends_what_it_runs_and_gets_no_more() -> None:
     async def leave() -> None:
         router = Router()
         router.announce(REF, BOTH)
-        async with asyncio.timeout(5.0) as clock, router.lease(REF, 4, clock) as server:
+        async with asyncio.timeout(5.0) as clock, router.lease(REF, 4, clock) as lease:
+            server = lease.server
             server.leaving = True
-            others = {(await router._choose(REF)).url for _ in range(4)}
+            others = {settled(router, None) for _ in range(4)}
             assert others == set(BOTH.values()) - {server.url}
             name = next(name for name, url in BOTH.items() if url == server.url)
             rest = {n: url for n, url in BOTH.items() if n != name}
@@ -173,17 +177,27 @@ def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
         router.announce(REF, BOTH)
         for server in router.servers.values():
             server.leaving = True
-        chosen = asyncio.ensure_future(router._choose(REF))
+
+        async def choose() -> str:
+            async with asyncio.timeout(1) as clock, router.lease(REF, 1, clock) as lease:
+                server = lease.server
+                return server.url
+
+        chosen = asyncio.ensure_future(choose())
         await asyncio.sleep(0.15)
         assert not chosen.done()
         router.announce(REF, BOTH | {"server-7": "c"})
-        assert (await chosen).url == "c"
+        assert await chosen == "c"
 
     in_virtual_time(wait())
 
 
-def settled(router: Router, home: Home, ref: AdapterRef = REF) -> str:
-    return asyncio.run(router._choose(ref, home)).url
+def settled(router: Router, home: Home | None, ref: AdapterRef = REF) -> str:
+    found = router.take(ref, 1, home)
+    assert not isinstance(found, float)
+    assert found.ref == ref
+    router.end(found)
+    return found.server.url
 
 
 def test_a_conversation_stays_on_its_server_and_starts_on_that_of_its_group() -> None:

@@ -22,7 +22,8 @@ from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.data.prompts import Formatter, Prompt
 from areal_lora.errors import ConfigError
 from areal_lora.network.http_server import ParsedCall, ParsedText, ToolCallsBody
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow, agent_gateway
+from areal_lora.rollout.agent_api.endpoint import agent_gateway
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import CompletionClient, GenerationFault
 from areal_lora.rollout.conversations import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router

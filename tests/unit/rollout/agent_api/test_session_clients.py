@@ -15,7 +15,7 @@ import pytest
 
 from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
-from areal_lora.rollout import agents
+from areal_lora.rollout.agent_api import endpoint
 from areal_lora.rollout.agents import AgentTask
 from areal_lora.rollout.completion_client import GenerationFault
 from areal_lora.rollout.workflow import Episode
@@ -475,7 +475,7 @@ def test_a_stream_with_tools_has_the_thought_as_it_comes(rest: str) -> None:
 
 
 def test_a_stream_that_is_held_back_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.01)
     server, seen = saying([CALL]), asyncio.Event()
     server.between_parts = lambda t: asyncio.wait_for(seen.wait(), 240.0) if t == len(CALL) - 1 else asyncio.sleep(0)
 
