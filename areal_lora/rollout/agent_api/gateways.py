@@ -9,8 +9,8 @@ second. A session is in one process from its first request to its last one. What
 controller: which server has a request, under which version, and how servers fare.
 
 A frame is a 4-byte big-endian length and a list of messages in msgpack, those of one turn of the event loop; the first
-of a process is its port. What a
-lost process had is no sample of the policy: its samples are repeated one by one, as those of a lost worker.
+of a process is its port. What a lost process had is no sample of the policy: its samples are repeated one by one, as
+those of a lost worker.
 """
 
 import asyncio
