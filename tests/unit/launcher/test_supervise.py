@@ -32,10 +32,11 @@ class Holder:
 
 def test_what_other_threads_hold_does_not_stop_a_start(tmp_path: Path) -> None:
     """``areal_lora.train`` starts processes from a user's process, whose threads may hold anything."""
-    held, done, started = threading.local(), threading.Event(), threading.Event()
+    held, holds, done, started = threading.local(), threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
         held.it = Holder()
+        holds.set()
         done.wait(240)
 
     def start() -> None:
@@ -47,7 +48,7 @@ def test_what_other_threads_hold_does_not_stop_a_start(tmp_path: Path) -> None:
     argv = (sys.executable, "-c", "print('there')")
     spec = ProcessSpec(role="server", index=0, argv=argv, env={})
     threading.Thread(target=hold, daemon=True).start()
-    wait_until(lambda: threading.active_count() > 1)
+    assert holds.wait(120)
     threading.Thread(target=start, daemon=True).start()
     try:
         assert started.wait(120), "the child is stuck between fork and exec"
