@@ -1,6 +1,7 @@
 """``areal-lora serve`` and ``chat``: a version behind vLLM's OpenAI server on loopback, a child of the command."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -214,7 +215,7 @@ def _wait(processes: Supervisor, url: str, log: Path) -> None:
         try:
             with open_url(urllib.request.Request(url), 5.0):
                 return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
             time.sleep(POLL_S)
 
 

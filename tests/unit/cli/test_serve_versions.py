@@ -20,7 +20,12 @@ words = sys.argv[sys.argv.index("--lora") + 1:]
 exported = [os.path.isfile(word.partition("=")[2] + "/adapter_config.json") for word in words]
 print(json.dumps([[word.partition("=")[0] for word in words], exported]), flush=True)
 class Answers(http.server.BaseHTTPRequestHandler):
+    requests = 0
     def do_GET(self):
+        Answers.requests += 1
+        if Answers.requests == 1:  # another process may have taken the port for a moment
+            self.wfile.write(b"no line of HTTP" + bytes(2))
+            return
         self.send_response(200)
         self.end_headers()
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()

@@ -378,7 +378,7 @@ def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_pat
             pass
 
     (tmp_path / "mine.py").write_text(DOORS)
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         ask = item("fetch", f"http://127.0.0.1:{server.server_port}")
         mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=120)

@@ -68,7 +68,7 @@ def test_processes_are_started_and_stay_in_the_fence(fence, tmp_path):
     (run / "secret").write_text("s")
     (tmp_path / "own.py").write_text(SOURCE)
     reward = FunctionReward(path=f"{tmp_path / 'own.py'}:reward", allow_subprocess=True, timeout_s=120)
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     allowed = ["run", "time-out", "leave"]
     refused = [("session", ""), ("cat", run / "secret"), ("write", tmp_path / "new"), ("kill", os.getpid())]
