@@ -129,6 +129,18 @@ def _patch(torch: Any, device: Any) -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_storage
+    gather = torch.distributed.all_gather
+
+    def all_gather(outputs: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
+        """As NCCL, which gathers unequal sizes, too."""
+        if not own.is_cuda or len({each.shape for each in outputs}) == 1:
+            return gather(outputs, own, group, async_op)
+        assert not async_op
+        outputs[torch.distributed.get_rank(group)].copy_(own)
+        for rank, each in enumerate(outputs):
+            torch.distributed.broadcast(each, group=group, group_src=rank)
+
+    torch.distributed.all_gather = all_gather
     from areal_lora.platforms.device import COLLECTIVES
 
     COLLECTIVES["cuda"] = "cpu:gloo,cuda:gloo"
