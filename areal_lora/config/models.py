@@ -154,17 +154,55 @@ def without_tags(loc: Path, data: Any) -> Path:
     return tuple(path)
 
 
+# fmt: off
+PEERS: Mapping[str, str] = {
+    key: own
+    for own, keys in {
+        "rollout.tp": ("tensor_parallel_size", "tensor_model_parallel_size", "inference_engine_tensor_parallel_size"),
+        "rollout.servers": ("num_inference_engines", "data_parallel_size"),
+        "rollout.max_staleness": ("max_head_offpolicyness", "max_off_policy_steps", "staleness_threshold"),
+        "model.path": ("model_name", "model_name_or_path", "hf_checkpoint"),
+        "run.steps": ("max_steps", "total_training_steps", "total_train_steps"),
+        "run.trackers": ("report_to", "wandb", "logger", "use_wandb"),
+        "checkpoint.every_steps": ("save_freq", "save_steps", "save_interval", "ckpt_interval"),
+        "eval.every_steps": ("test_freq", "eval_steps", "eval_interval"),
+        "trainer.max_tokens_per_microbatch": ("ppo_max_token_len_per_gpu", "max_tokens_per_gpu", "max_tokens_per_mb"),
+        "trainer.recompute": ("gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing"),
+        "adapters.0.rank": ("lora_rank", "r"),
+        "adapters.0.alpha": ("lora_alpha",),
+        "adapters.0.minibatches": ("ppo_mini_batch_size", "ppo_n_minibatches", "num_steps_per_rollout"),
+        "adapters.0.optimizer.lr": ("learning_rate",),
+        "adapters.0.optimizer.schedule": ("lr_scheduler_type", "lr_decay_style"),
+        "adapters.0.optimizer.max_grad_norm": ("clip_grad", "gradient_clipping", "grad_clip"),
+        "adapters.0.sampling.prompts_per_step": ("train_batch_size", "rollout_batch_size"),
+        "adapters.0.sampling.n_samples": ("num_generations", "n_samples_per_prompt", "rollouts_per_example"),
+        "adapters.0.sampling.max_new_tokens": ("max_completion_length", "max_response_length", "max_generate_length"),
+        "adapters.0.algorithm.kl_coef": ("beta", "kl_loss_coef", "kl_ctl"),
+        "adapters.0.algorithm.entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
+        "adapters.0.algorithm.eps_clip": ("clip_ratio", "clip_ratio_low", "epsilon"),
+        "adapters.0.algorithm.eps_clip_high": ("clip_ratio_high", "epsilon_high", "eps_clip_higher"),
+        "adapters.0.algorithm.reduction": ("loss_agg_mode", "loss_reduction", "loss_type"),
+        "adapters.0.algorithm.drop_uniform": ("filter_groups", "dynamic_sampling"),
+    }.items()
+    for key in keys
+}
+# fmt: on
+"""Keys of AReaL, miles, prime-rl, SkyRL, TRL, verl and vLLM by their last word, with this package's."""
+
+
 def nearest_key(path: Path, data: Any) -> str:
-    """The key most like ``path``, among its siblings first."""
-    section = section_at(path[:-1], data)
+    """The key of this package for one of `PEERS`, else that most like ``path``, among its siblings first."""
+    section, own = section_at(path[:-1], data), PEERS.get(str(path[-1]))
     siblings = list(section.model_fields) if section is not None else []
-    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
+    close = difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.85 if own else 0.6)
+    if own and not close:
+        return own.replace("adapters.0", dotted(path[:2]) if path[0] == "adapters" else "adapters.0")
     if close:
         return dotted((*path[:-1], close[0]))
     everywhere: dict[str, str] = {}
     for key in leaf_keys():
         everywhere.setdefault(key.rpartition(".")[2], key)
-    close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
+    close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.8)
     if close and len(close[0]) > 1:  # one letter is a coincidence
         return everywhere[close[0]]
     at = dotted(path[:-1])

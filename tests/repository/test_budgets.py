@@ -28,7 +28,7 @@ LINES = {
     "algorithms": 1637,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2370,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
-    "config": 4844,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
+    "config": 4882,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
     "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits

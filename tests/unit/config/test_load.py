@@ -227,6 +227,11 @@ def test_maps_of_own_keys_are_those_of_no_section() -> None:
     ("override", "parts"),
     [
         ("adapters.0.rnak=4", ["adapters.0.rnak", "unknown key", "use adapters.0.rank"]),
+        ("rollout.tensor_parallel_size=2", ["unknown key", "use rollout.tp"]),
+        ("adapters.0.lora_alpha=4", ["unknown key", "use adapters.0.alpha"]),
+        ("adapters.0.sampling.num_generations=4", ["unknown key", "use adapters.0.sampling.n_samples"]),
+        ("adapters.0.optimizer.beta=[0.9,0.95]", ["unknown key", "use adapters.0.optimizer.betas"]),
+        ("eval.problems=4", ["unknown key", "use one of every_steps below eval"]),
         ("adapters.gsm8k.optimizer.l_r=1", ["adapters.0.optimizer.l_r", "use adapters.0.optimizer.lr"]),
         ("adapters.0.algorithm.eps_clipp=1", ["use adapters.0.algorithm.eps_clip"]),
         ("trainr.tp=2", ["trainr", "use trainer"]),
