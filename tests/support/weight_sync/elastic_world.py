@@ -24,7 +24,7 @@ from areal_lora.rollout import routing
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.runtime import Capacity
-from areal_lora.rollout.routing import Router, Server, VersionRetired
+from areal_lora.rollout.routing import LeaseOutcome, Router, ServerLease, VersionRetired
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.link.relays import RelayGroup
 from areal_lora.weight_sync.manifest import adapter_digest
@@ -222,50 +222,50 @@ class World:
     def ask(self, ticket: Ticket, ref: AdapterRef) -> None:
         """Send a request as ``CompletionClient`` does: what a leaving server hands back goes to another one."""
         while True:
-            choice = self.router._choose(ref)
             try:
-                choice.send(None)
-            except StopIteration as chosen:
-                server: Server = chosen.value
+                lease = self.router.take(ref, SAMPLES)
             except VersionRetired as error:
                 self.failed(ticket, GenerationFault(FaultKind.RETIRED, str(error)))
                 return
-            else:  # all cool down, or leave
-                choice.close()
+            if isinstance(lease, float):  # all cool down, or leave
                 self.at(0.1, lambda: self.ask(ticket, ref))
                 return
+            server = lease.server
             host = next(s for s in self.sessions.values() if s.endpoint.data_url == server.url)
             assert ref in self.announced[server.url], f"{ref} was asked of {host.endpoint}, which was not announced"
             if not host.alive and not server.leaving:
-                self.router.failed(server)
+                self.end(lease, "failed")
                 self.failed(ticket, GenerationFault(FaultKind.CONNECTION, "refused"))
                 return
             if not host.leaving and host.alive:
                 break
             self.happened["handed back"] += 1
-            server.leaving = True
+            self.end(lease, "left")
         if ref not in host.refs:  # of a request that was handed back after a long time
-            self.router.retired(server, ref)
+            self.end(lease, "retired")
             self.failed(ticket, GenerationFault(FaultKind.RETIRED, "404"))
             return
         host.running += 1
-        server.outstanding += SAMPLES
         seconds = min(0.5 * self.rng.paretovariate(1.2), 60.0)
-        self.at(seconds, lambda: self.answer(ticket, ref, server, host))
+        self.at(seconds, lambda: self.answer(ticket, ref, lease, host))
 
-    def answer(self, ticket: Ticket, ref: AdapterRef, server: Server, host: Simulated) -> None:
+    def end(self, lease: ServerLease, outcome: LeaseOutcome) -> None:
+        lease.outcome = outcome
+        self.router.end(lease)
+
+    def answer(self, ticket: Ticket, ref: AdapterRef, lease: ServerLease, host: Simulated) -> None:
         host.running -= 1
-        server.outstanding -= SAMPLES
         if not host.alive:
             if host.leaving:  # its grace was over: handed back
                 self.happened["handed back"] += 1
+                self.end(lease, "")
                 self.ask(ticket, ref)
             else:
-                self.router.failed(server)
+                self.end(lease, "failed")
                 self.failed(ticket, GenerationFault(FaultKind.CONNECTION, "died"))
             return
         self.happened["answers"] += 1
-        self.router.succeeded(server)
+        self.end(lease, "succeeded")
         self.feed.finish(ticket, episode(ticket.prompt, ref.version, 2))
         self.admit()
 

@@ -2,8 +2,9 @@
 //
 // A tensor of the device is a real one: views, autograd, streams and collectives treat it as CUDA's. An operator that
 // gets tensors of the host and of the device is refused, as on a GPU. A copy to the host that does not block arrives
-// with the next synchronisation; until then its target holds POISON. Counted: launches by operator, what the host waits
-// for, copies between both, bytes. Hidden: streams that overlap, NCCL, graphs, the numerics of CUDA's kernels.
+// with the next synchronisation, or copy to the device; until then its target holds POISON. Counted: launches by
+// operator, what the host waits for, copies between both, bytes. Hidden: streams that overlap, NCCL, graphs, the
+// numerics of CUDA's kernels.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -281,6 +282,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (up) count("bytes to the device", int64_t(source.nbytes()));
   if (down) count("bytes to the host", int64_t(source.nbytes()));
   if (up && !non_blocking) waits("copy to the device");
+  else if (up) synchronize();  // in the order of the stream: the source may be the target of a copy before
   auto content = on_host(source);
   if (down && non_blocking && self.is_contiguous()) {
     content = content.to(self.scalar_type(), false, true).expand_as(self).clone();
