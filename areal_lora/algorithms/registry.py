@@ -12,18 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from areal_lora.algorithms import losses
 from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount, Samples, Shaping, token_credit
-from areal_lora.algorithms.losses import (
-    ESTIMATORS,
-    LOSSES,
-    Behaviour,
-    Clip,
-    Loss,
-    Objective,
-    PolicyTerms,
-    Tokens,
-    sequence_sums,
-)  # fmt: skip
+from areal_lora.algorithms.losses import ESTIMATORS, LOSSES, Behaviour, Clip, Loss, Objective, PolicyTerms, Tokens
 from areal_lora.config.sections.adapter import AlgorithmConfig
 from areal_lora.errors import ConfigError
 from areal_lora.processes.loading import load_import_path
@@ -212,8 +203,7 @@ class Algorithm:
         if self.critic or self.needs_ref or terms.entropy_coef or terms.loss not in LOSSES.values():
             return None
         advantages = token_credit(self.advantage, self.shaping, batch).advantages
-        counts = sequence_sums((advantages.abs() > ROUNDING).float(), batch.cu_seqlens)
-        return (counts == 0) & ~batch.given
+        return (losses.token_counts(advantages.abs() > ROUNDING, batch.cu_seqlens) == 0) & ~batch.given
 
     def with_correction(self, chosen: Correction) -> "Algorithm":
         """The same with the ``chosen`` correction, unless it is fixed."""

@@ -226,7 +226,11 @@ class RpcServer:
         def deliver() -> None:
             if not self._socket.closed:
                 sent = cast("asyncio.Future[object]", self._socket.send_multipart([client, *frames]))
-                sent.add_done_callback(lambda done: self._lost(client) if self._lost and done.exception() else None)
+                sent.add_done_callback(sent_to)
+
+        def sent_to(done: "asyncio.Future[object]") -> None:
+            if self._lost is not None and not done.cancelled() and done.exception() is not None:
+                self._lost(client)
 
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(deliver)

@@ -25,18 +25,18 @@ WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
     "": 932,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
-    "algorithms": 1637,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
+    "algorithms": 1627,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2370,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
     "config": 4882,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
     "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12172,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
+    "engine": 12188,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
     "families": 1553,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
     "launcher": 5449,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage
-    "network": 1049,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
+    "network": 1053,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits

@@ -283,7 +283,7 @@ class AdapterEngine:
         sizes = {"": self._base_sizes} | {name: resident.sizes for name, resident in residents.items()}
         self.spans.counts.update(micro.flops_of(plans, batch, sizes, self._trainer.recompute if train else None))
         judge, results = micro.BatchJudge(readout, losses), list[micro.Result]()
-        for part in micro.by_gradient(plans):
+        for part in micro.runs_of(plans, train=train, uniform=layout.pp > 1):
             packed = (pack(own, plan, layout.dp_rank(self.rank), self.device, self._context) for plan in part)
             with torch.set_grad_enabled(backward := train and part[0].gradient):
                 batches = recorder.watch(packed, part) if recorder else packed

@@ -39,7 +39,8 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     Pipeline stages wait as long as (pp - 1) / c micro-batches take, with c virtual ones a rank (Narayanan et al.,
     arXiv 2104.04473, section 2.2). So with pp the budget falls by fifths while they wait for more than an eighth of
     their micro-batches and these get smaller; the plan is that of the least time. ``batch.only`` does not change where
-    sequences are computed: ranks have the tokens of their `parts_of` alone. Micro-batches without a gradient come last.
+    sequences are computed: ranks have the tokens of their `parts_of` alone. Sequences without a gradient have
+    micro-batches of their own, the last ones, if a training pass takes less time so.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     of = zip(batch.group_ids.tolist(), batch.adapters, strict=True)
@@ -48,15 +49,14 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
     waits, row_ranks = (layout.pp - 1) * layout.pp / len(layout.stage_layers), layout.tp * layout.cp
 
     zero = [False] * len(lengths) if batch.zero_advantage is None else batch.zero_advantage.tolist()
-    parts = {True: [t for t in trees if not all(zero[i] for i in t.sequences)]}
-    parts[False] = [t for t in trees if all(zero[i] for i in t.sequences)]
+    idle = [all(zero[i] for i in tree.sequences) for tree in trees]
 
-    def plan(token_budget: int, only: Tensor | None = None) -> list[MicroPlan]:
+    def plan(token_budget: int, apart: bool, only: Tensor | None = None) -> list[MicroPlan]:
         return [
             replace(each, gradient=gradient)
-            for gradient, part in parts.items()
+            for gradient in ((True, False) if apart else (True,))
             for each in plan_microbatches(
-                part,
+                [tree for tree, without in zip(trees, idle, strict=True) if not apart or gradient != without],
                 lengths,
                 dp=layout.dp,
                 token_budget=token_budget,
@@ -68,24 +68,40 @@ def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> li
         ]
 
     def time(plans: list[MicroPlan]) -> float:
-        return (len(plans) + waits) * (plans[0].n_tokens + LAUNCHES * row_ranks)
+        """Of a training pass, in tokens of a forward one; a backward pass takes as long as two."""
+        total = 0.0
+        for part in runs_of(plans, train=True):
+            sizes = [plan.n_tokens + LAUNCHES * row_ranks for plan in part]
+            total += (sum(sizes) + waits * sizes[0]) * (3 if part[0].gradient else 1)
+        return total
 
-    chosen = budget = token_budget * layout.cp
-    best = last = plan(budget)
-    while last and waits > len(last) / 8:
-        frame = last[0].n_tokens
-        budget = frame - frame // 5
-        last = plan(budget)
-        if time(last) < time(best):
-            best, chosen = last, budget
-        if last[0].n_tokens >= frame:  # that of one sequence
-            break
-    return best if batch.only is None else plan(chosen, batch.only)
+    def fitted(apart: bool) -> tuple[list[MicroPlan], int, bool]:
+        chosen = budget = token_budget * layout.cp
+        best = last = plan(budget, apart)
+        while last and waits > len(last) / 8:
+            frame = last[0].n_tokens
+            budget = frame - frame // 5
+            last = plan(budget, apart)
+            if time(last) < time(best):
+                best, chosen = last, budget
+            if last[0].n_tokens >= frame:  # that of one sequence
+                break
+        return best, chosen, apart
+
+    found = map(fitted, (False, True) if any(idle) else (False,))
+    best, chosen, apart = min(found, key=lambda each: time(each[0]))
+    return best if batch.only is None else plan(chosen, apart, batch.only)
 
 
-def by_gradient(plans: Iterable[MicroPlan]) -> list[list[MicroPlan]]:
-    """The micro-batches that a training pass computes forward and backward, then the others; one list may be absent."""
-    return [list(part) for _, part in groupby(plans, key=lambda plan: plan.gradient)]
+def runs_of(plans: list[MicroPlan], *, train: bool, uniform: bool = False) -> list[list[MicroPlan]]:
+    """The micro-batches that a model computes in one go: a training pass those with a gradient, then the others.
+
+    A scoring pass computes all, of one size if they are ``uniform``.
+    """
+    if train:
+        return [list(part) for _, part in groupby(plans, key=lambda plan: plan.gradient)]
+    frame = max((plan.n_tokens for plan in plans), default=0)
+    return [[replace(plan, n_tokens=frame) for plan in plans] if uniform else plans]
 
 
 def of_stage(batch: TrainBatch, model: ShardedModel, rank: int) -> TrainBatch:

@@ -15,7 +15,7 @@ import torch
 from areal_lora.config.models import TrainerConfig
 from areal_lora.data.collate import MicroPlan, Tree, plan_microbatches, scoring_batch
 from areal_lora.engine.common.arena import ParallelLayout, ShardedModel
-from areal_lora.engine.common.micro_batches import by_gradient, computed_by, flops_of, of_stage, parts_of, plans_of
+from areal_lora.engine.common.micro_batches import computed_by, flops_of, of_stage, parts_of, plans_of, runs_of
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import TrainBatch
 from tests.support.distributed.scores_ranks import deliver
@@ -191,7 +191,8 @@ def test_without_a_gradient_a_micro_batch_is_apart_and_counts_forward_only() -> 
     plans = plans_of(batch, ParallelLayout.of(TrainerConfig(world_size=2), layers=1, experts=0), 512)
     found = {gradient: sorted(of(plans, gradient)) for gradient in (True, False)}
     assert found == {gradient: (zero != gradient).nonzero().flatten().tolist() for gradient in (True, False)}
-    assert [[plan.gradient for plan in part] for part in by_gradient(plans)] == [[True], [False]]
+    assert [[plan.gradient for plan in part] for part in runs_of(plans, train=True)] == [[True], [False]]
+    assert [len(part) for part in runs_of(plans, train=False)] == [2]
     units: Any = SimpleNamespace(
         forward=lambda tokens, *_: tokens, training=lambda tokens, *_: 3 * tokens, recompute=lambda tokens, _: tokens
     )
@@ -207,3 +208,26 @@ def test_without_a_gradient_a_micro_batch_is_apart_and_counts_forward_only() -> 
 def of(plans: list[MicroPlan], gradient: bool) -> list[int]:
     chosen = (tree for plan in plans if plan.gradient == gradient for trees in plan.trees for tree in trees)
     return [i for tree in chosen for i in tree.sequences]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "zero", "parallel", "apart"),
+    [
+        ([500] * 8, 4, {}, True),
+        ([400] * 8 + [20], 1, {}, False),  # one more micro-batch, and no backward pass less
+        ([500] * 8, 2, {"pp": 8}, False),  # the pipeline would fill once more
+        ([500] * 64, 40, {"pp": 4}, True),
+    ],
+)
+def test_what_has_no_gradient_is_apart_where_that_takes_less_time(
+    lengths: list[int], zero: int, parallel: dict[str, int], apart: bool
+) -> None:
+    batch = scoring_batch([[i] * n for i, n in enumerate(lengths)], "a")
+    batch = replace(batch, zero_advantage=torch.arange(len(lengths)) >= len(lengths) - zero)
+    layout = ParallelLayout.of(TrainerConfig(world_size=parallel.get("pp", 1), **parallel), layers=8, experts=0)
+    plans = plans_of(batch, layout, 500)
+    assert [len(runs_of(plans, train=train)) for train in (True, False)] == [1 + apart, 1]
+    assert sorted(i for gradient in (True, False) for i in of(plans, gradient)) == [*range(len(lengths))]
+    if parallel:
+        [scored] = runs_of(plans, train=False, uniform=True)
+        assert {plan.n_tokens for plan in scored} == {max(plan.n_tokens for plan in plans)}
