@@ -32,7 +32,7 @@ LINES = {
     "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12188,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
+    "engine": 12191,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
     "families": 1553,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
     "launcher": 5449,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage

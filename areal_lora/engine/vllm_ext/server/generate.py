@@ -113,8 +113,8 @@ COUNTS = [field.name for field in fields(RequestCounters) if field.name in Serve
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One request to the engine, which calls it ``engine_id``. ``enough``: the answer is complete and the reader has
-    stopped.
+    """One request to the engine, which calls it ``engine_id``. ``finished``: the engine has given its last output.
+    ``enough``: the answer is complete and the reader has stopped.
 
     ``priority`` and then ``arrived_s`` (``time.time``) order the engine's queue. ``follows`` is the request
     that was cut and that this one continues. ``place_free`` is set when the continuation is in the engine's queue,
@@ -129,6 +129,7 @@ class EngineRequest:
     follows: EngineRequest | None = None
     priority: int = ROLLOUT
     cut: bool = False
+    finished: bool = False
     enough: bool = False
     void: bool = False
     changes: list[tuple[int, AdapterRef | None]]
@@ -170,7 +171,7 @@ class Generator:
         """Yield all outputs of one prompt. Closing the iterator aborts the request in the engine."""
         counters, n, request = self.counters, params.n, request or self.new_request(lease)
         counters.start(n)
-        queue, finished = None, False
+        queue = None
         try:
             try:
                 queue = await self.engine.add_request(
@@ -190,18 +191,18 @@ class Generator:
                 reached("server.generating")
             if request.cut:  # while the engine did not know the request yet
                 await self.engine.abort(request.request_id)
-            while not finished:
+            while not request.finished:
                 output = queue.get_nowait() or await queue.get()
                 assert isinstance(output, RequestOutput)
-                finished = output.finished
+                request.finished = output.finished
                 counters.generated_tokens += sum(len(c.token_ids) for c in output.outputs)
-                if finished:
+                if request.finished:
                     counters.cached_tokens += output.num_cached_tokens or 0
                     counters.ended_prompt_tokens += len(token_ids)
                 yield output
         finally:
             counters.end(n)
-            if not finished:
+            if not request.finished:
                 counters.aborted += 0 if request.enough else n
                 if not self.engine.errored and queue is not None:
                     await self.engine.abort(queue.request_id, internal=True)

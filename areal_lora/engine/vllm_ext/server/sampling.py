@@ -65,9 +65,8 @@ class AnswerText:
         start = len(self.text)
         self.text += now[len(before) :]
         self._seen, self._read = self._read, len(self._ids)
-        found = [(at + len(s), at) for s in self._stop if (at := self.text.find(s, max(0, start - len(s) + 1))) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)[1]], True
+        if cut := [(at + len(s), at) for s in self._stop if (at := self.text.find(s, max(0, start - len(s) + 1))) >= 0]:
+            self.text, self.stopped = self.text[: min(cut)[1]], True
         return self.stopped
 
     def take(self, finished: bool) -> str:
@@ -104,8 +103,7 @@ class SampledPart:
 
     def keep(self, n: int) -> None:
         """Drop all but the first ``n`` tokens."""
-        for values in (self.token_ids, self.versions):
-            del values[n:]
+        del self.token_ids[n:], self.versions[n:]
         self.logprobs = self.logprobs[:n]
 
     def values(self) -> list[float]:
@@ -311,6 +309,10 @@ class Sampler:
                     self._generator.counters.interrupted += 1
                     self._generator.counters.recomputed_tokens += len(ids) + len(done)
                 name, incarnation = lease.name, lease.incarnation
+        except (asyncio.CancelledError, GeneratorExit):
+            if request is not None and request.finished and not request.enough:  # it was cut, and did not continue
+                self._generator.counters.aborted += 1
+            raise
         finally:
             if request is not None:
                 request.place_free.set()
