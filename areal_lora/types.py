@@ -251,7 +251,8 @@ class Trajectory:
     ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
     sample (an agent's conversations) have the same reward. The answer of a ``given`` trajectory is the data set's:
     its log-probabilities and versions are those of the version that scored it, and it is imitated. ``turn_rewards`` are
-    pairs of the index of a turn's last token and the part of the reward that the turn earned.
+    pairs of the index of a turn's last token and the part of the reward that the turn earned; index 0: what the sample
+    earned in earlier conversations.
     """
 
     uid: str

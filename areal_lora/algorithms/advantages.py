@@ -380,16 +380,16 @@ def _by_critic(
     """`gae` over the tokens of ``mask``: advantages and returns [T] float64, 0 off it.
 
     ``rewards`` [N] belong to each sequence's last token, but for what its turns have earned; a ``cost`` [T] is taken
-    off the tokens' own. What lies between two answers of a conversation is no action: the next token that was sampled
-    follows.
+    off the tokens' own. A turn reward of the first token was earned before the sequence, and is none of its tokens'.
+    What lies between two answers of a conversation is no action: the next token that was sampled follows.
     """
     assert batch.values is not None, "annotate() scores with the critic before advantages are computed"
     counts = token_counts(mask, batch.cu_seqlens)
     ends, known = counts.cumsum(0), batch.values.double()[mask]
     per_token = torch.zeros_like(known) if cost is None else -cost[mask]
     if batch.turn_rewards is not None:
-        turns = torch.where(mask, batch.turn_rewards.double(), 0.0)
-        per_token, rewards = per_token + turns[mask], rewards - sequence_sums(turns, batch.cu_seqlens)
+        turns, before = torch.where(mask, batch.turn_rewards.double(), 0.0), batch.turn_rewards[batch.cu_seqlens[:-1]]
+        per_token, rewards = per_token + turns[mask], rewards - before - sequence_sums(turns, batch.cu_seqlens)
     per_token[(ends - 1)[counts > 0]] += rewards[counts > 0]
     bounds = torch.cat([ends.new_zeros(1), ends])
     found = gae(per_token, known, bounds, discount)

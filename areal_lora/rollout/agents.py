@@ -37,9 +37,13 @@ class AgentTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """Without a ``reward`` the configured one scores the sample. ``finish_reason`` is the run's limit that ended it."""
+    """Without a ``reward`` the configured one scores the sample. ``finish_reason`` is the run's limit that ended it.
+
+    ``turn_rewards`` are pairs of the index of a request and the part of ``reward`` that its answer earned.
+    """
 
     reward: float | Score | None = None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
     finish_reason: str = ""
 
 
@@ -78,7 +82,7 @@ class AgentWorkflow:
         for i, ((session, result), score) in enumerate(zip(ended, scores, strict=True)):
             reward = score.reward if score.outcome is Outcome.OK else None
             await self._keep(session, prompt, ref, i, reward, score.detail)
-            trajectories += session.trajectories(prompt, i, ref.name, score, result.finish_reason)
+            trajectories += session.trajectories(prompt, i, ref.name, score, result.finish_reason, result.turn_rewards)
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=tuple(trajectories)),
             texts=tuple(session.text for session, _ in ended for _ in session.trained),

@@ -122,13 +122,15 @@ class Reply:
     role ``assistant`` it continues the model's own turn as it is, such as a tool's result behind a text of `stop`.
 
     ``reward`` is what this turn earned; an episode's reward is the sum of its turns'. An episode in which no turn
-    has a reward gets the configured reward of the model's last answer.
+    has a reward gets the configured reward of the model's last answer. ``metrics`` are averaged over episodes as
+    ``reward/<name>``; of a name an episode has the last value.
     """
 
     text: str = ""
     done: bool = False
     reward: float | None = None
     role: str = "user"
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -191,6 +193,7 @@ class PlayedEpisode:
     max_turns: int
     packed: PackedTurns
     rewards: list[tuple[int, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)
     n_turns: int = 0
     last: Generation | None = None
@@ -209,6 +212,7 @@ class PlayedEpisode:
         else:
             if reply.reward is not None:
                 self.rewards.append((len(self.packed) - 1, reply.reward))
+            self.metrics |= reply.metrics
             if reply.done or self.last.finish_reason == "length":
                 return None
             added = context.formatter.reply(reply.text, reply.role, self.last.token_ids)
@@ -266,7 +270,11 @@ class MultiTurnWorkflow:
         ]
         scores = await self.context.scores(items)
         trajectories = tuple(
-            replace(each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score), turn_rewards=tuple(each.rewards))
+            replace(
+                each.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score),
+                turn_rewards=tuple(each.rewards),
+                components={**score.components, **each.metrics},
+            )
             for i, ((each, _), score) in enumerate(zip(made, scores, strict=True))
         )
         # The special tokens of a chat mark the speaker.

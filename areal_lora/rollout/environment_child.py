@@ -10,6 +10,7 @@ nothing comes for ``silence_s``; there code calls an endpoint at a port of its o
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import errno
 import functools
 import importlib.util
@@ -80,6 +81,27 @@ def plain(reward: Any) -> Any:
     if isinstance(reward, dict):
         return {str(name): plain(part) for name, part in reward.items()}
     return reward if reward is None or isinstance(reward, bool) else kinds.number("the reward", reward)
+
+
+def turn(reply: Any) -> dict[str, Any]:
+    """The fields of a `Reply`, or of a dict with them: another interpreter may not have that class."""
+    if dataclasses.is_dataclass(reply) and not isinstance(reply, type):
+        reply = dataclasses.asdict(reply)
+    if not isinstance(reply, dict):
+        raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
+    defaults: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user", "metrics": {}}
+    if unknown := sorted({*map(str, reply)} - {*defaults}):
+        raise TypeError(f"step returned {', '.join(unknown)}, fields of a reply are {', '.join(defaults)}")
+    fields = defaults | reply
+    for name in ("text", "role"):
+        if not isinstance(fields[name], str):
+            raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
+    fields["done"] = bool(fields["done"])  # numpy's is no JSON
+    fields["text"].encode()  # half a surrogate pair has no tokens
+    if fields["reward"] is not None:
+        fields["reward"] = kinds.number("the reply's reward", fields["reward"])
+    fields["metrics"] = kinds.finite(fields["metrics"])
+    return fields
 
 
 def end_group() -> None:
@@ -169,6 +191,9 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
         finally:
             del calls[request]
 
+    async def reply(number: int, given: Any) -> Any:
+        return await call(number, turn(given))
+
     async def play(task: Any) -> dict[str, Any]:
         played = await environment.play(task)
         return {**played, "reward": plain(played.get("reward"))}
@@ -197,6 +222,7 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
                     calls[message["request"]].set_result(message["answer"])
             elif message["task"] is not None:
                 task = SimpleNamespace(**message["task"], call=functools.partial(call, number))
+                task.answer = functools.partial(reply, number)
                 task.sample = SimpleNamespace(**task.sample)
                 if silence_s and "base_url" in message["task"]:
                     task.base_url = await reached(task.base_url)

@@ -4,7 +4,6 @@ Imports nothing but the standard library and the package that a kind needs, or u
 """
 
 import asyncio
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,7 +16,7 @@ import shlex
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,13 @@ from typing import Any
 BAD_REQUEST = 400
 
 Task = Any
-"""A namespace with the ``sample``, and ``call``, which returns the controller's answer to any JSON. Of those that call
-the endpoint with the fields of `AgentTask`, and ``seed``: that of the group."""
+"""A namespace with the ``sample``; ``call`` returns the controller's answer to any JSON, ``answer`` to a `Reply`. Of
+those that call the endpoint with the fields of `AgentTask`, and ``seed``: that of the group."""
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The result of ``function``, run in a thread if it is no coroutine function. Its SystemExit is a RuntimeError."""
     started, dropped = list[bool](), list[bool]()
-    if inspect.iscoroutinefunction(function):
-        return await _awaited(function(*arguments, **keywords))
 
     def work() -> Any:
         started.append(True)
@@ -42,20 +39,19 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
         except (StopIteration, SystemExit) as error:  # a future takes the one for its own, the other ends the process
             raise _ordinary(error) from error
 
-    running = asyncio.get_running_loop().run_in_executor(None, work)
+    if inspect.iscoroutinefunction(function):
+        result = work()
+    else:
+        running = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            result = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            dropped.append(True)  # what has no thread yet does nothing
+            if started:
+                await asyncio.wait({running})  # the sample has ended when its thread has
+            raise
     try:
-        result = await asyncio.shield(running)
-    except asyncio.CancelledError:
-        dropped.append(True)  # what has no thread yet does nothing
-        if started:
-            await asyncio.wait({running})  # the sample has ended when its thread has
-        raise
-    return await _awaited(result) if inspect.isawaitable(result) else result
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
+        return await result if inspect.isawaitable(result) else result
     except SystemExit as error:
         raise _ordinary(error) from error
 
@@ -85,15 +81,19 @@ def load(name: str) -> Callable[..., Any]:
 
 
 class Chat:
-    """A conversation with the model of a sample's session. ``finish_reason``: the limit of the run that ended it."""
+    """A conversation with the model of a sample's session. ``finish_reason``: the limit of the run that ended it.
+
+    ``turn`` is the index of the last answer.
+    """
 
     def __init__(self, task: Task, *messages: dict[str, Any], max_turns: int | None) -> None:
         self.task, self.messages, self.turns = task, list(messages), itertools.islice(itertools.count(), max_turns)
-        self.finish_reason = ""
+        self.finish_reason, self.rewards = "", list[tuple[int | None, str]]()
 
     async def answer(self, tools: list[dict[str, Any]] | None = None) -> dict[str, Any] | None:
         """The model's next message, which is kept; None after the last turn, or without room for another message."""
-        if next(self.turns, None) is None:
+        self.turn: int | None = next(self.turns, None)
+        if self.turn is None:
             self.finish_reason = "max_turns"
             return None
         try:
@@ -108,6 +108,14 @@ class Chat:
         message: dict[str, Any] = reply["choices"][0]["message"]
         self.messages.append(message)
         return message
+
+    def earned(self, reward: Any) -> None:
+        self.rewards += [] if reward is None else [(self.turn, number("the reward of a step", reward))]
+
+    def result(self) -> dict[str, Any]:
+        """With the sum of the steps' rewards; without any the configured reward scores the sample."""
+        total = sum(float(reward) for _, reward in self.rewards) if self.rewards else None
+        return {"reward": total, "turn_rewards": self.rewards, "finish_reason": self.finish_reason}
 
     def _post(self, settings: dict[str, Any]) -> Any:
         body = json.dumps({"model": self.task.model, "messages": self.messages, **settings}).encode()
@@ -124,49 +132,37 @@ class WorkerKind:
         yield
 
 
-class AgentFunction(WorkerKind):
+class CodeKind(WorkerKind):
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.made = functools.partial(load(setup["path"] or setup["env"]), **setup["args"])
+        self.max_turns = setup["max_turns"]
+
+
+class AgentFunction(CodeKind):
     """A function of the user's that calls the endpoint itself; it returns what a reward function may, or None."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.agent = functools.partial(load(setup["path"]), **setup["args"])
-
     async def play(self, task: Task) -> dict[str, Any]:
-        return {"reward": await called(self.agent, task)}
+        return {"reward": await called(self.made, task)}
 
 
-class MultiTurn(WorkerKind):
+class MultiTurn(CodeKind):
     """A class with ``reset`` and ``step``. The controller samples the answers, and keeps the tokens and rewards."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.made = functools.partial(load(setup["env"]), **setup["args"])
 
     async def play(self, task: Task) -> dict[str, Any]:
         environment = await called(self.made)
         first = await called(environment.reset, task.sample)
         if not isinstance(first, (str, type(None))):
             raise TypeError(f"reset returned {type(first).__name__}, not a text or None")
-        answer = await task.call(_turn({"text": first or ""}))
+        answer = await task.answer({"text": first or ""})
         while answer is not None:
-            answer = await task.call(_turn(await called(environment.step, answer)))
+            answer = await task.answer(await called(environment.step, answer))
         return {}
 
 
-def _turn(reply: Any) -> dict[str, Any]:
-    """The fields of a `Reply`, or of a dict with them: another interpreter may not have that class."""
-    if dataclasses.is_dataclass(reply) and not isinstance(reply, type):
-        reply = dataclasses.asdict(reply)
-    if not isinstance(reply, dict):
-        raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
-    defaults: dict[str, Any] = {"text": "", "done": False, "reward": None, "role": "user"}
-    fields = {name: reply.get(name, default) for name, default in defaults.items()}
-    for name in ("text", "role"):
-        if not isinstance(fields[name], str):
-            raise TypeError(f"the reply's {name} is of type {type(fields[name]).__name__}")
-    fields["done"] = bool(fields["done"])  # numpy's is no JSON
-    fields["text"].encode()  # half a surrogate pair has no tokens
-    if fields["reward"] is not None:
-        fields["reward"] = number("the reply's reward", fields["reward"])
-    return fields
+def finite(metrics: dict[str, Any]) -> dict[str, float]:
+    """What is a number of ``metrics``: JSON has no NaN."""
+    numbers = {str(name): number(f"metric {name}", value) for name, value in metrics.items() if value is not None}
+    return {name: float(text) for name, text in numbers.items() if math.isfinite(float(text))}
 
 
 def number(what: str, value: Any) -> str:
@@ -182,24 +178,22 @@ def custom(setup: dict[str, Any]) -> Any:
     return module.CustomWorkflows(load(setup["path"]), setup["args"], setup["context"])
 
 
-class Gym(WorkerKind):
+class Gym(CodeKind):
     """A class with gymnasium's ``reset`` and ``step``: texts are observations, answers are actions."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.made, self.max_turns = functools.partial(load(setup["env"]), **setup["args"]), setup["max_turns"]
 
     async def play(self, task: Task) -> dict[str, Any]:
         environment = await called(self.made)
         try:
             observation, _ = await called(environment.reset, seed=task.seed, options=vars(task.sample))
-            chat, total, ended = Chat(task, max_turns=self.max_turns), 0.0, False
+            chat, ended = Chat(task, max_turns=self.max_turns), False
             while not ended:
                 chat.messages.append({"role": "user", "content": str(observation)})
                 if (message := await chat.answer()) is None:
                     break
                 observation, reward, done, cut, _ = await called(environment.step, message["content"] or "")
-                total, ended = total + float(reward), done or cut
-            return {"reward": total, "finish_reason": chat.finish_reason}
+                chat.earned(reward)
+                ended = done or cut
+            return chat.result()
         finally:
             await called(getattr(environment, "close", lambda: None))
 
@@ -324,7 +318,7 @@ class OpenEnv(WorkerKind):
                 tools = [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
             if not prompt[0]["content"]:
                 prompt = task.sample.messages or [{"role": "user", "content": task.sample.prompt}]
-            chat, rewards = Chat(task, *prompt, max_turns=self.max_turns), list[float]()
+            chat = Chat(task, *prompt, max_turns=self.max_turns)
             while not result.done and (message := await chat.answer(tools)) is not None:
                 calls = message.get("tool_calls") or [] if tools else [None]
                 for call in calls:
@@ -332,7 +326,7 @@ class OpenEnv(WorkerKind):
                     try:
                         result = await session.step(self._action(message["content"] or "", call))
                         reply["content"] = _shown(result.observation)
-                        rewards += [] if result.reward is None else [float(result.reward)]
+                        chat.earned(result.reward)
                     except (ValueError, RuntimeError) as error:
                         if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
                             raise
@@ -340,7 +334,7 @@ class OpenEnv(WorkerKind):
                     chat.messages.append(reply)
                 if not calls:
                     break
-            return {"reward": sum(rewards) if rewards else None, "finish_reason": chat.finish_reason}
+            return chat.result()
 
 
 def _shown(observation: dict[str, Any]) -> str:
@@ -402,8 +396,7 @@ class Verifiers(WorkerKind):
         parts = dict[str, float]()
         for trace in episode.traces:
             rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-            parts |= rewards | {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        parts = {name: value for name, value in parts.items() if math.isfinite(value)}  # JSON has no NaN
+            parts |= finite(rewards | trace.metrics)
         return {"reward": sum(trace.reward for trace in episode.traces) / len(episode.traces), "metrics": parts}
 
 

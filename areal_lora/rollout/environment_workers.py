@@ -93,12 +93,13 @@ class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
     """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
 
-    Numbers of ``reward`` are texts, because JSON has no NaN; ``finish_reason`` as in `AgentResult`. A custom workflow
-    has an ``episode``, or one that is ``untrainable``. ``fault`` is the kind of an error that is not the code's own.
+    Rewards are texts, because JSON has no NaN; ``turn_rewards`` and ``finish_reason`` as in `AgentResult`. A custom
+    workflow has an ``episode``, or one that is ``untrainable``. ``fault``: the kind of an error that is not the code's.
     """
 
     number: int
     reward: bool | str | dict[str, bool | str | None] | None = None
+    turn_rewards: list[tuple[int, str]] = []
     metrics: dict[str, float] = {}
     finish_reason: str = ""
     episode: str = ""
@@ -153,7 +154,8 @@ class EnvironmentWorkers:
         reward = msgspec.convert(played.reward, bool | float | dict[str, bool | float | None] | None, strict=False)
         if reward is not None:
             reward = replace(score := given_score(reward), components={**score.components, **played.metrics})
-        return AgentResult(reward=reward, finish_reason=played.finish_reason)
+        turns = tuple((answer, float(earned)) for answer, earned in played.turn_rewards)
+        return AgentResult(reward=reward, turn_rewards=turns, finish_reason=played.finish_reason)
 
     async def run(self, fields: Mapping[str, Any], answer: Answer = _no_calls) -> PlayResult:
         """Run a sample with these fields, and answer its calls; what ``answer`` raises ends it.
@@ -201,8 +203,7 @@ class _Worker:
         self._chosen, self._settings, self._launchers, self._file = chosen, settings, launchers, file
         self._node, self._ports = "", set[int]()  # of the newest process, as its launcher; of endpoints
         self._launcher: Sequence[str] = ()
-        own = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}
-        self._fault = own.get(chosen.kind, FaultKind.ENVIRONMENT)
+        self._fault = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}.get(chosen.kind, FaultKind.ENVIRONMENT)
         self._running: asyncio.Task[Process] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers, self.n_running = itertools.count(1), 0
@@ -400,8 +401,7 @@ def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict
     ``environ``: of a step of the Slurm job.
     """
     role: Role = "environment"
-    pools = pools_of(cluster)
-    for i, pool in enumerate(pools):
+    for i, pool in enumerate(pools := pools_of(cluster)):
         if role in pool.roles:
             job = environ.get("SLURM_JOB_ID_HET_GROUP_0", environ["SLURM_JOB_ID"])
             of_the_job = [f"--jobid={job}", *([f"--het-group={i}"] if len(pools) > 1 else [])]

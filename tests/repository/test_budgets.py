@@ -24,7 +24,7 @@ PACKAGE = ROOT / "areal_lora"
 WIDTH, OWN_FILES = 34, "own files"
 
 LINES = {
-    "": 932,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
+    "": 933,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
     "algorithms": 1627,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2370,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
@@ -41,7 +41,7 @@ LINES = {
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 506,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
-    "rollout": 9370,  # gateways; leases; workers; OpenEnv; curricula; streams; turns; sums; dialogues; counts; thoughts
+    "rollout": 9417,  # rewards of steps; gateways; leases; workers; OpenEnv; curricula; streams; turns; sums; counts
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code

@@ -1,7 +1,8 @@
 """What the controller has of the sessions of agents, wherever they are: their keys, and what comes of them."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +25,8 @@ class EndedConversation(msgspec.Struct, frozen=True, kw_only=True):
 class EndedSession(msgspec.Struct, frozen=True, kw_only=True):
     """What the run gets of a session. ``requests`` are its records as JSON, ``messages`` those up to the last answer.
 
-    ``text``, ``n_tokens`` and ``finish_reason`` are of that answer.
+    ``text``, ``n_tokens`` and ``finish_reason`` are of that answer. ``ends`` are the places of the last tokens of the
+    requests' answers: conversation and index.
 
     ``fault`` has the fields of the `GenerationFault` of a request. It is ``full`` as a `Session`.
     """
@@ -32,6 +34,7 @@ class EndedSession(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[EndedConversation]
     requests: bytes
     messages: list[dict[str, Any]]
+    ends: list[tuple[int, int]]
     text: str
     n_tokens: int
     finish_reason: str
@@ -50,15 +53,27 @@ class EndedSession(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(item, messages=self.messages)
 
     def trajectories(
-        self, prompt: Prompt, sample: int, adapter: str, score: Score, finish_reason: str
+        self,
+        prompt: Prompt,
+        sample: int,
+        adapter: str,
+        score: Score,
+        finish_reason: str,
+        turn_rewards: Sequence[tuple[int, float]],
     ) -> list[Trajectory]:
-        """All with the sample's one score; ``finish_reason`` is the run's limit that ended the agent, if one did."""
-        return [
-            scored_trajectory(
-                f"{prompt.uid}:{sample}.{i}", sample, adapter, score, each.columns, finish_reason or each.finish_reason
-            )
-            for i, each in self.trained
-        ]
+        """All with the sample's one score. ``finish_reason`` and ``turn_rewards`` are of the `AgentResult`.
+
+        A conversation has the rewards of its own turns, and at its first token the sum of those before: its answers did
+        not earn them. What later conversations earn stays with its last answer.
+        """
+        places = [(*self.ends[request], reward) for request, reward in turn_rewards]
+        made = list[Trajectory]()
+        for i, each in self.trained:
+            how = finish_reason or each.finish_reason
+            trajectory = scored_trajectory(f"{prompt.uid}:{sample}.{i}", sample, adapter, score, each.columns, how)
+            own = [(0 if c < i else at, reward) for c, at, reward in places if c <= i]
+            made.append(replace(trajectory, turn_rewards=tuple(own)))
+        return made
 
 
 @dataclass(slots=True, kw_only=True)

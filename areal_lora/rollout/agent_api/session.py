@@ -310,6 +310,7 @@ class Session:
             ],
             requests=msgspec.json.encode(self.records),
             messages=self._messages(),
+            ends=[(r.answers[-1].conversation, r.answers[-1].end - 1) for r in self.records],
             text=self.last.text if self.last else "",
             n_tokens=len(self.last.columns) if self.last else 0,
             finish_reason=self.last.finish_reason if self.last else "",

@@ -68,7 +68,8 @@ def rewarded(agent: Callable[[AgentTask], Any]) -> Callable[[AgentTask], Corouti
     """Plays ``agent``, which returns its reward, as a worker does."""
 
     async def play(task: AgentTask) -> AgentResult:
-        return AgentResult(reward=await agent(task))
+        played = await agent(task)
+        return played if isinstance(played, AgentResult) else AgentResult(reward=played)
 
     return play
 

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import torch
 
 from areal_lora.algorithms.advantages import ADVANTAGES, Discount, Shaping, token_credit
 from areal_lora.algorithms.losses import k1
@@ -20,7 +21,7 @@ from areal_lora.data.collate import collate
 from areal_lora.data.packed_groups import PackedGroups
 from areal_lora.rollout.agent_api import session as agent_session
 from areal_lora.rollout.agent_api.endpoint import MAX_BODY_BYTES, agent_gateway
-from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.agents import AgentResult, AgentTask, AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, WorkerLost, WorkflowContext
 from areal_lora.tasks.reward_calls import Score
@@ -32,6 +33,9 @@ from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Gr
 
 PROMPT = prompt_of("1+1=")
 SECRET = "the run secret"
+PLAIN = Shaping(
+    kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8, discount=Discount(gamma=1, lam=1)
+)
 Agent = Callable[[AgentTask], Any]
 
 
@@ -155,6 +159,28 @@ def test_other_prompts_are_trajectories_of_their_own_with_the_same_reward() -> N
     assert batch.sample_ids.tolist() == [0, 0, 0, 1]
 
 
+def test_a_later_conversation_has_nothing_of_what_earlier_turns_earned() -> None:
+    """The second and the fourth request change an earlier message. A critic's returns are the rewards from there on."""
+    earned = (1.0, 0.5, 0.25, 0.125)
+
+    async def agent(task: AgentTask) -> AgentResult:
+        await say(task, [user("a")])
+        messages = [user("b")]
+        messages += [{"role": "assistant", "content": await say(task, messages)}, user("c")]
+        await say(task, messages)
+        await say(task, [user("d")])
+        return AgentResult(reward=sum(earned), turn_rewards=tuple(enumerate(earned)))
+
+    batch = collate(PackedGroups.of([run(agent, n_samples=1).group]))
+    assert (batch.n_sequences, batch.rewards.tolist()) == (3, [1.875] * 3)
+    credit = token_credit(
+        replace(ADVANTAGES["gae"], whitened=False), PLAIN, replace(batch, values=torch.zeros(batch.n_tokens))
+    )
+    assert credit.returns is not None
+    to_go = [credit.returns[a:b][batch.loss_mask[a:b]].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    assert to_go == [[1.875] * 3, [0.875] * 3 + [0.375] * 3, [0.125] * 3]
+
+
 def test_the_turns_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_session, "TURN_LETTERS", 5)
     monkeypatch.setattr(agent_session, "TURNS_BYTES", 120)
@@ -180,10 +206,7 @@ def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None
 
     batch = collate(PackedGroups.of([run(agent, n_samples=3).group]))
     assert batch.n_sequences == 1 + 3 + 5
-    shaping = Shaping(
-        kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8, discount=Discount(gamma=1, lam=1)
-    )
-    got = token_credit(ADVANTAGES["rloo"], shaping, batch).advantages
+    got = token_credit(ADVANTAGES["rloo"], PLAIN, batch).advantages
     firsts = [int(batch.loss_mask[a:b].nonzero()[0]) + a for a, b in pairwise(batch.cu_seqlens.tolist())]
     by_reward = {0.0: -1.5, 1.0: 0.0, 2.0: 1.5}  # reward minus the mean of the two others
     assert got[firsts].tolist() == [by_reward[r] for r in batch.rewards.tolist()]

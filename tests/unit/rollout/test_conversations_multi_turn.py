@@ -234,6 +234,13 @@ def test_rewards_of_turns_are_added_and_nothing_else_is_scored() -> None:
         assert (made.token_ids, ends[2]) == (ids, len(made.columns) - 1)
 
 
+def test_metrics_of_replies_are_parts_of_the_score_without_changing_the_reward() -> None:
+    replies = [Reply(reward=1, metrics={"moves": 1.0, "legal": 1.0}), Reply(metrics={"moves": 2.0}, done=True)]
+    episode = run(lambda: Scripted(replies))
+    for made in episode.group.trajectories:
+        assert (made.reward, made.components) == (1.0, {"moves": 2.0, "legal": 1.0})
+
+
 def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:
     scorer = Graded(lambda text: Score(reward=0.5, outcome=Outcome.OK))
     environments: list[Scripted] = []

@@ -22,7 +22,7 @@ import torch
 
 from areal_lora.config.models import WorkerWorkflowConfig
 from areal_lora.rollout.conversations import Reply
-from areal_lora.rollout.environment_child import plain
+from areal_lora.rollout.environment_child import plain, turn
 from areal_lora.rollout.environment_kinds import (
     AgentFunction,
     Chat,
@@ -31,7 +31,6 @@ from areal_lora.rollout.environment_kinds import (
     _mcp_session,
     _mcp_tools,
     _tool_text,
-    _turn,
     called,
     load,
 )
@@ -97,15 +96,27 @@ asyncio.run(main())
     ids=lambda each: type(each).__name__,
 )
 def test_a_reward_is_any_number(given: Any, text: str) -> None:
-    assert _turn(Reply(reward=given))["reward"] == _turn({"reward": given})["reward"] == plain(given) == text
+    assert turn(Reply(reward=given))["reward"] == turn({"reward": given})["reward"] == plain(given) == text
     assert plain({"part": given, "correct": False}) == {"part": text, "correct": False}
 
 
 @pytest.mark.parametrize("given", ["1", b"1", [1.0]])
 def test_a_text_and_a_list_are_no_reward(given: Any) -> None:
-    for refuse in (plain, lambda reward: _turn(Reply(reward=reward))):
+    for refuse in (plain, lambda reward: turn(Reply(reward=reward))):
         with pytest.raises(TypeError, match=f"reward is of type {type(given).__name__}"):
             refuse(given)
+
+
+def test_a_field_that_a_reply_does_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="step returned info, rewards, fields of a reply are text, done, reward, role"):
+        turn({"text": "on", "rewards": 1.0, "info": {}})
+
+
+def test_metrics_of_a_reply_are_its_finite_numbers() -> None:
+    given = {"steps": np.int64(3), "loss": math.nan, "share": torch.tensor(0.5), "none": None}
+    assert turn({"metrics": given})["metrics"] == {"steps": 3.0, "share": 0.5}
+    with pytest.raises(TypeError, match="metric name is of type str"):
+        turn(Reply(metrics={"name": "first"}))  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("end", ["none", "empty", "repeated"])
@@ -132,6 +143,10 @@ class Endless:
         return f"after {action}", 1.0, False, False, {}
 
 
+def endless(max_turns: int | None) -> dict[str, Any]:
+    return {"path": "", "env": f"{__name__}:Endless", "args": {}, "max_turns": max_turns}
+
+
 @pytest.mark.parametrize("kind", ["gym", "mcp"])
 def test_an_episode_has_at_most_the_configured_turns(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,10 +163,11 @@ def test_an_episode_has_at_most_the_configured_turns(
 
     monkeypatch.setattr(Chat, "_post", post)
     command = shlex.join([sys.executable, str(script), "none"])
-    setup = {"gym": {"env": f"{__name__}:Endless", "args": {}}, "mcp": {"env": [command]}}[kind] | {"max_turns": 3}
+    setup = {"gym": endless(3), "mcp": {"env": [command], "max_turns": 3}}[kind]
     sample = SimpleNamespace(messages=None, prompt="go")
     played = {"gym": Gym, "mcp": Mcp}[kind](setup).play(SimpleNamespace(sample=sample, seed=1))
-    assert asyncio.run(played) == {"finish_reason": "max_turns"} | ({"reward": 3.0} if kind == "gym" else {})
+    earned = {"reward": 3.0, "turn_rewards": [(0, "1.0"), (1, "1.0"), (2, "1.0")]}
+    assert asyncio.run(played) == {"finish_reason": "max_turns"} | (earned if kind == "gym" else {})
     assert lengths == [1, 3, 5], "one message of the model and one of the environment a turn"
 
 
@@ -170,10 +186,8 @@ def test_a_conversation_that_its_context_has_no_room_for_is_cut_off(
         return {"choices": [{"message": {"role": "assistant", "content": "on"}}]}
 
     monkeypatch.setattr(Chat, "_post", post)
-    played = Gym({"env": f"{__name__}:Endless", "args": {}, "max_turns": None}).play(
-        SimpleNamespace(sample=SimpleNamespace(), seed=1)
-    )
-    assert asyncio.run(played) == {"reward": 2.0, "finish_reason": finish_reason}
+    played = asyncio.run(Gym(endless(None)).play(SimpleNamespace(sample=SimpleNamespace(), seed=1)))
+    assert (played["reward"], played["finish_reason"]) == (2.0, finish_reason)
 
 
 def test_an_episode_that_ends_with_its_last_turn_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +198,8 @@ def test_an_episode_that_ends_with_its_last_turn_is_not_cut_off(monkeypatch: pyt
     message = {"role": "assistant", "content": "on"}
     monkeypatch.setattr(Chat, "_post", lambda chat, settings: {"choices": [{"message": message}]})
     monkeypatch.setitem(globals(), "Endless", Once)
-    played = Gym({"env": f"{__name__}:Endless", "args": {}, "max_turns": 1}).play(
-        SimpleNamespace(sample=SimpleNamespace(), seed=1)
-    )
-    assert asyncio.run(played) == {"reward": 1.0, "finish_reason": ""}
+    played = asyncio.run(Gym(endless(1)).play(SimpleNamespace(sample=SimpleNamespace(), seed=1)))
+    assert (played["reward"], played["finish_reason"]) == (1.0, "")
 
 
 async def waiting(task: SimpleNamespace, *, factor: float = 1.0) -> float:
@@ -201,7 +213,9 @@ def blocking(task: SimpleNamespace, *, factor: float = 1.0) -> float:
 
 @pytest.mark.parametrize("name", ["waiting", "blocking"])
 def test_an_agent_gets_the_configured_arguments(name: str) -> None:
-    agents = [AgentFunction({"path": f"{__name__}:{name}", "args": args}) for args in ({}, {"factor": 2.5})]
+    agents = [
+        AgentFunction({"path": f"{__name__}:{name}", "args": args, "max_turns": None}) for args in ({}, {"factor": 2.5})
+    ]
     played = [asyncio.run(agent.play(SimpleNamespace(seed=2))) for agent in agents]
     assert played == [{"reward": 2.0}, {"reward": 5.0}]
 

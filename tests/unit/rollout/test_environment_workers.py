@@ -87,6 +87,7 @@ def test_a_gym_class_is_one_trajectory_per_sample_of_the_tokens_that_were_sample
         assert t.token_ids == [ord(c) for c in text]
         assert [chr(i) for i, on in zip(t.token_ids, t.loss_mask, strict=True) if on] == list("AB\2Cd\2")
         assert (t.reward, t.outcome) == (3.0, Outcome.OK)
+        assert t.turn_rewards == ((text.index("\2"), 2.0), (len(text) - 1, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,7 @@ class Turns:
         if self.turns == 2 and not list(self.marks.iterdir()):
             (self.marks / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"text": f"<{text}>", "done": self.turns == 2 or None, "reward": 0.5, "loss": float("nan")}
+        return {"text": f"<{text}>", "done": self.turns == 2 or None, "reward": 0.5, "metrics": {"loss": float("nan")}}
 """
 
 
