@@ -1,10 +1,10 @@
 """Run environments and agents in a process of their own: ``python -I environment_child.py``, Python 3.10 or newer.
 
 Messages are JSON after 4 bytes of length (big-endian), on the standard input and output that this process started with;
-user code prints to standard error. `environment_workers` has their types. Samples run at the same time in one event
-loop, blocking code in threads, and may call the controller. A sample that is cancelled is answered when its last thread
-has ended. At the end of its input the process ends its whole group, on another node than its controller's also when
-nothing comes for ``silence_s``; there code calls an endpoint at a port of its own, whose connections are messages.
+user code prints to standard error. `worker_process` has their types. Samples run at the same time in one event loop,
+blocking code in threads, and may call the controller. A cancellation is answered at once, its sample when its last
+thread has ended. At the end of its input the process ends its whole group, on another node than its controller's also
+when nothing comes for ``silence_s``; there code calls an endpoint at a port of its own, whose connections are messages.
 """
 
 import asyncio
@@ -228,8 +228,10 @@ async def serve(setup: dict[str, Any], silence_s: float, requests: BinaryIO, rep
                     task.base_url = await reached(task.base_url)
                 running[number] = asyncio.create_task(play(task))
                 running[number].add_done_callback(functools.partial(answer, number))
-            elif number in running:  # else it has just been answered
-                running[number].cancel()
+            elif number:
+                write(replies, {"type": "result", "number": 0})
+                if number in running:  # else it has just been answered
+                    running[number].cancel()
 
 
 def main() -> None:

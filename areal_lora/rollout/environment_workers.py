@@ -5,8 +5,9 @@
 
 What calls the endpoint is an agent to its workflow: its completions are those of a session. `multi_turn` environments
 and custom workflows call the controller over the pipe. A worker runs many samples at a time. When it ends, it is
-started again with the next sample, and its samples are repeated one by one: none of the group's other samples is. A
-sample that does not end within ``CANCEL_S`` of its cancellation costs its worker.
+started again with the next sample, and its samples are repeated one by one: none of the group's other samples is. If a
+sample does not end within ``CANCEL_S`` of its cancellation, the next ones run in a new process, and the old one is
+killed when the others in it have ended, or when the new one must be replaced in turn.
 
 A Slurm job with a component of role `environment` has the workers on its nodes, in turn. srun passes their pipe on, and
 the pipe their connections to the endpoint, which stays on loopback at both ends. A worker that no message has reached
@@ -14,17 +15,13 @@ for ``SILENCE_S`` ends itself: srun that is killed with the controller leaves it
 """
 
 import asyncio
-import contextlib
 import itertools
 import os
-import signal
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,98 +29,28 @@ from areal_lora.config.sections.run import ClusterConfig, Role
 from areal_lora.config.sections.section import Section
 from areal_lora.config.sections.task import WorkerWorkflowConfig
 from areal_lora.config.sizing.slots import pools_of
-from areal_lora.errors import AlignmentError, ConfigError, undo_on_error
+from areal_lora.errors import ConfigError, undo_on_error
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.processes.loading import UserFile
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout import environment_child
 from areal_lora.rollout.agents import AgentResult, AgentTask
-from areal_lora.rollout.channel.tunnel import StreamBytes, Tunnel
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import Answer
 from areal_lora.rollout.custom_child import ContextFields
+from areal_lora.rollout.worker_process import Play, PlayResult, WorkerProcess, WorkflowSetup, received_from
 from areal_lora.rollout.workflow import WorkerLost, derived_seed, given_score
-from areal_lora.types import Cause
 
 START_S = 300.0  # importing an environment with its packages and data
-CANCEL_S = 10.0
 SILENCE_S = 120.0  # six times the interval of messages to workers on other nodes
-END_S = 20.0  # that srun has to end its task
-LARGEST_BYTES = 1 << 30  # routes of the long answers of a custom workflow
 
 log = get_logger(__name__)
 _Launchers: TypeAlias = Iterator[tuple[str, Sequence[str]]]
 
 
-class WorkflowSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a worker: its section of the configuration with ``held_out``, and folders of modules.
-
-    ``silence_s``: `SILENCE_S` on another node, else 0.
-    """
-
-    settings: dict[str, Any]
-    search_path: list[str]
-    silence_s: float
-
-
-class Play(msgspec.Struct, frozen=True, kw_only=True):
-    """Start sample ``number``; without a task, cancel it. Number 0 is none: it ends the silence."""
-
-    number: int
-    task: dict[str, Any] | None = None
-
-
-class CallReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `WorkerCall`."""
-
-    number: int
-    request: int
-    answer: Any
-
-
-class WorkerCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="call"):
-    """Code of sample ``number`` calls the controller; without a body, it no longer waits for the answer."""
-
-    number: int
-    request: int
-    body: Any
-
-
-class PlayResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
-    """Answer to `Play`, and with number 0 to `WorkflowSetup`. Without a reward the configured one scores the sample.
-
-    Rewards are texts, because JSON has no NaN; ``turn_rewards`` and ``finish_reason`` as in `AgentResult`. A custom
-    workflow has an ``episode``, or one that is ``untrainable``. ``fault``: the kind of an error that is not the code's.
-    """
-
-    number: int
-    reward: bool | str | dict[str, bool | str | None] | None = None
-    turn_rewards: list[tuple[int, str]] = []
-    metrics: dict[str, float] = {}
-    finish_reason: str = ""
-    episode: str = ""
-    error: str = ""
-    fault: FaultKind | None = None
-    cause: Cause = Cause.OTHER
-    untrainable: bool = False
-
-
 async def _no_calls(body: Any) -> Any:
     raise GenerationFault(FaultKind.PROTOCOL, "its code calls the endpoint, not the controller")
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningSample:
-    """A sample that runs in a worker, and the calls of its code, by number."""
-
-    answer: Answer
-    result: asyncio.Future[PlayResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    calls: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.result.done():
-            self.result.set_exception(error)
 
 
 class EnvironmentWorkers:
@@ -195,74 +122,52 @@ class EnvironmentWorkers:
 
 
 class _Worker:
-    """One process, and the next one after its end. ``_samples`` are by the number of a sample that runs in it."""
+    """A process that takes samples, the next one after its end, and one in which samples end beside a hung one."""
 
     def __init__(
         self, chosen: WorkerWorkflowConfig, settings: dict[str, Any], launchers: _Launchers, file: UserFile
     ) -> None:
         self._chosen, self._settings, self._launchers, self._file = chosen, settings, launchers, file
-        self._node, self._ports = "", set[int]()  # of the newest process, as its launcher; of endpoints
+        self._node = ""  # of the newest process
         self._launcher: Sequence[str] = ()
         self._fault = {"agent": FaultKind.AGENT, "custom": FaultKind.WORKFLOW}.get(chosen.kind, FaultKind.ENVIRONMENT)
-        self._running: asyncio.Task[Process] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._numbers, self.n_running = itertools.count(1), 0
-        self._samples: dict[int, _RunningSample] = {}
+        self._newest: asyncio.Task[WorkerProcess] | None = None
+        self._processes: list[WorkerProcess] = []
+        self.n_running = 0
 
     def beat(self) -> None:
-        """Send the process, if it runs on another node, a message that needs no answer."""
-        if self._launcher and (process := self._process()) is not None:
-            self._send(process, Play(number=0))
-
-    def _process(self) -> Process | None:
-        """The newest process, from its start to the end of its pipe."""
-        made = self._running
-        return None if made is None or not made.done() or made.cancelled() or made.exception() else made.result()
+        """Send processes on other nodes a message that needs no answer."""
+        for each in self._processes:
+            if each.launcher and not each.ended:
+                each.send(Play(number=0))
 
     async def play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         self.n_running += 1
-        try:
-            return await self._play(fields, answer)
-        finally:
-            self.n_running -= 1
-
-    async def _play(self, fields: Mapping[str, Any], answer: Answer) -> PlayResult:
         try:
             process = await self.ready()
         except ConfigError as error:  # one has started before: this is no reason to end the run
             if self._launcher:  # the next start is on another node
                 raise WorkerLost(str(error)) from error
             raise GenerationFault(self._fault, str(error)) from error
-        if self._process() is not process:
-            raise WorkerLost("its worker process ended before the sample started")
-        self._ports.add(urlsplit(fields.get("base_url", "")).port or 0)
-        number = next(self._numbers)
-        self._samples[number] = sample = _RunningSample(answer)
-        self._send(process, Play(number=number, task=dict(fields)))
-        try:
-            played = await sample.result
+        else:
+            return await process.play(fields, answer)
         finally:
-            for call in sample.calls.values():
-                call.cancel()
-            if number in self._samples:  # cancelled, or a call failed
-                self._send(process, Play(number=number))
-                asyncio.get_running_loop().call_later(CANCEL_S, self._kill_if_running, process, number)
-        if played.untrainable:
-            raise AlignmentError(played.error)
-        if played.error:
-            raise GenerationFault(played.fault or self._fault, played.error, played.cause)
-        return played
+            self.n_running -= 1
 
-    async def ready(self) -> Process:
-        """The process, started if none runs. Raises ConfigError where it cannot be started.
+    async def ready(self) -> WorkerProcess:
+        """A process that takes samples, started if none does. Raises ConfigError where it cannot be started.
 
         A start continues when the sample that it is for is cancelled: it may take longer than a sample.
         """
-        if self._running is None or (self._running.done() and self._process() is None):
-            self._running = asyncio.create_task(self._started())
-        return await asyncio.shield(self._running)
+        made = self._newest
+        failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
+        if made is None or failed or (made.done() and (made.result().ended or made.result().hung)):
+            self._newest = made = asyncio.create_task(self._started())
+        return await asyncio.shield(made)
 
-    async def _started(self) -> Process:
+    async def _started(self) -> WorkerProcess:
+        for each in [each for each in self._processes if not each.ended][:-1]:  # samples of the last one may still end
+            each.kill()
         chosen = self._chosen
         self._file.note_start(log)
         # Without PYTHONPATH and the folder of the script: `workflow` and `agents` are not this package's modules there.
@@ -280,119 +185,42 @@ class _Worker:
             )
         except OSError as error:
             raise ConfigError("workflow.python", f"{argv[0]} cannot be started: {error}", "name a Python") from error
-        with undo_on_error(partial(self._kill, process)):
-            await self._set_up(process)
-        self._reader = watched_task("environment-worker", partial(self._read, process))
-        return process
+        made = WorkerProcess(process=process, launcher=self._launcher, fault=self._fault)
+        with undo_on_error(made.kill):
+            await self._set_up(made)
+        self._processes.append(made)
+        made.reader = watched_task("environment-worker", partial(self._read, made))
+        return made
 
-    async def _set_up(self, process: Process) -> None:
+    async def _read(self, made: WorkerProcess) -> None:
+        await made.read()
+        self._processes.remove(made)
+
+    async def _set_up(self, made: WorkerProcess) -> None:
         """Raises ConfigError where the environment cannot be loaded."""
         chosen = self._chosen
         search_path = [folder for folder in ([] if chosen.python else sys.path) if folder] + [os.getcwd()]
-        silence_s = SILENCE_S if self._launcher else 0.0
-        self._send(process, WorkflowSetup(settings=self._settings, search_path=search_path, silence_s=silence_s))
+        silence_s = SILENCE_S if made.launcher else 0.0
+        made.send(WorkflowSetup(settings=self._settings, search_path=search_path, silence_s=silence_s))
         try:
             async with asyncio.timeout(START_S):
-                started = await _received(process)
+                started = await received_from(made.process)
                 if not isinstance(started, PlayResult):
                     raise msgspec.DecodeError("a call before its start")
         except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             started = PlayResult(number=0, error=f"it does not start: {type(error).__name__}, its log has the reason")
         if started.error:
-            self._kill(process)
-            await process.wait()
+            made.kill()
+            await made.process.wait()
             where = f" on {self._node}" if self._node else ""
             raise ConfigError("workflow", f"its worker{where}: {started.error}", "correct its code")
 
-    def _send(self, process: Process, message: WorkflowSetup | Play | CallReply | StreamBytes) -> None:
-        """A worker whose pipe is full does not read: its samples time out, and it is killed."""
-        assert process.stdin is not None
-        body = msgspec.json.encode(message)
-        process.stdin.write(len(body).to_bytes(4, "big") + body)
-
-    async def _read(self, process: Process) -> None:
-        """Pass answers on until the process ends or writes anything else."""
-        tunnel = Tunnel(partial(self._send, process), self._ports)
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
-            while True:
-                received = await _received(process)
-                if isinstance(received, WorkerCall):
-                    self._called(process, received)
-                elif isinstance(received, StreamBytes):
-                    tunnel.receive(received)
-                elif (ended := self._samples.pop(received.number, None)) is not None and not ended.result.done():
-                    ended.result.set_result(received)
-        tunnel.close()
-        self._running, lost, self._samples = None, self._samples, {}
-        self._kill(process)
-        await process.wait()
-        for sample in lost.values():
-            sample.fail(WorkerLost(f"its worker process ended with status {process.returncode}"))
-
-    def _called(self, process: Process, received: WorkerCall) -> None:
-        """Answer a call of a sample's code, beside others, or cancel the answer."""
-        sample = self._samples.get(received.number)
-        if sample is None or sample.result.done():
-            return
-        if received.body is None:
-            if received.request in sample.calls:
-                sample.calls[received.request].cancel()
-            return
-        task = sample.calls[received.request] = asyncio.create_task(sample.answer(received.body))
-
-        def answered(task: asyncio.Task[Any]) -> None:
-            del sample.calls[received.request]
-            if task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                sample.fail(error)
-            elif self._samples.get(received.number) is sample:
-                self._send(process, CallReply(number=received.number, request=received.request, answer=task.result()))
-
-        task.add_done_callback(answered)
-
-    def _kill_if_running(self, process: Process, number: int) -> None:
-        if number in self._samples:  # else it has ended, or its process has
-            self._kill(process)
-
-    def _kill(self, process: Process) -> None:
-        """srun ends its task at SIGTERM; after SIGKILL it would continue."""
-        if not self._launcher:
-            _signal_group(process, signal.SIGKILL)
-        elif process.returncode is None:
-            _signal_group(process, signal.SIGTERM)
-            asyncio.get_running_loop().call_later(END_S, _end, process)
-
     async def close(self) -> None:
-        if self._running is None:
-            return
-        if not self._running.cancel() and (process := self._process()) is not None:
-            self._kill(process)
-        if self._reader is not None:
-            await self._reader
-
-
-async def _received(process: Process) -> PlayResult | WorkerCall | StreamBytes:
-    stream = process.stdout
-    assert stream is not None
-    size = int.from_bytes(await stream.readexactly(4), "big")
-    if size > LARGEST_BYTES:
-        raise msgspec.DecodeError(f"a message of {size} bytes")
-    received: PlayResult | WorkerCall | StreamBytes = _decode(await stream.readexactly(size))
-    return received
-
-
-_decode = msgspec.json.Decoder(PlayResult | WorkerCall | StreamBytes).decode
-
-
-def _signal_group(process: Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _end(process: Process) -> None:
-    if process.returncode is None:
-        _signal_group(process, signal.SIGKILL)
+        if self._newest is not None:
+            self._newest.cancel()
+        for each in self._processes:
+            each.kill()
+        await asyncio.gather(*(each.reader for each in self._processes))
 
 
 def worker_launchers(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str, list[str]]:

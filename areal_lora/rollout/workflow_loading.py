@@ -25,7 +25,8 @@ from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, MultiTurnWorkflow, SampleTimeout, repeated
-from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult
+from areal_lora.rollout.environment_workers import EnvironmentWorkers
+from areal_lora.rollout.worker_process import PlayResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, Trajectory
 

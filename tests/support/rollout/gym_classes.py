@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -115,6 +117,23 @@ class Hangs(Letters):
         (self.marks / f"{os.getpid()}-{time.monotonic_ns()}").touch()
         while self.hangs:
             time.sleep(1)
+        return super().step(action)
+
+
+class Beside(Letters):
+    """The first sample never ends, the second one when ``marks`` has a file `go`. Each has a file with its process."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__()
+        self.marks = Path(marks)
+        for self.number in itertools.count():
+            with contextlib.suppress(FileExistsError), (self.marks / str(self.number)).open("x") as file:
+                file.write(str(os.getpid()))
+                break
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        while self.number == 0 or (self.number == 1 and not (self.marks / "go").exists()):
+            time.sleep(0.01)
         return super().step(action)
 
 

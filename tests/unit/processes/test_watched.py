@@ -70,7 +70,7 @@ SHORT = {
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
     "tasks/judge.py:LlmJudge.__call__": "one question to the judge; every answer that asked it awaits it",
-    "rollout/environment_workers.py:_Worker._called": "one call of a sample's code; the sample awaits it",
+    "rollout/worker_process.py:WorkerProcess._called": "one call of a sample's code; the sample awaits it",
     "rollout/controller/evaluation.py:Evaluator._set": "the figures of one set; they are awaited",
     "rollout/workflow.py:all_samples": "samples of one group in a TaskGroup that is awaited",
     "rollout/agents.py:AgentWorkflow._played": "one agent's run; it is awaited",

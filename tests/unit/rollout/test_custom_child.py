@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.errors import AlignmentError, ConfigError
-from areal_lora.rollout import environment_child, environment_workers
+from areal_lora.rollout import environment_child, worker_process
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
 from areal_lora.rollout.custom_child import CheckedWorkflow
@@ -200,7 +200,7 @@ def test_a_workflow_whose_time_is_over_is_repeated_with_another_seed(tmp_path: P
 
 
 def test_a_workflow_that_blocks_its_worker_costs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_workers, "CANCEL_S", 0.1)
+    monkeypatch.setattr(worker_process, "CANCEL_S", 0.1)
     assert isinstance(until_it_ends(tmp_path, 3.0, tries=60, times=1, blocks=True), Episode)
     first, *_, last = sorted(tmp_path.iterdir(), key=lambda mark: int(mark.name.split("-")[0]))
     assert first.name.split("-")[2] != last.name.split("-")[2], "another process"

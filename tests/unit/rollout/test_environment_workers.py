@@ -23,11 +23,12 @@ from pydantic import TypeAdapter
 from areal_lora.config.models import ClusterConfig, WorkflowConfig
 from areal_lora.errors import ConfigError
 from areal_lora.network.addresses import NODES_VARIABLE
-from areal_lora.rollout import environment_child, environment_workers
+from areal_lora.rollout import environment_child, environment_workers, worker_process
 from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agents import AgentResult, AgentTask
 from areal_lora.rollout.completion_client import FaultKind, GenerationFault
-from areal_lora.rollout.environment_workers import EnvironmentWorkers, PlayResult, worker_launchers
+from areal_lora.rollout.environment_workers import EnvironmentWorkers, worker_launchers
+from areal_lora.rollout.worker_process import PlayResult
 from areal_lora.rollout.workflow import Episode, WorkerLost
 from areal_lora.rollout.workflow_loading import build_workflow
 from areal_lora.types import Cause, Outcome
@@ -319,7 +320,7 @@ def test_workers_on_other_nodes_end_together(tmp_path: Path) -> None:
     async def main() -> None:
         async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
             samples = [asyncio.create_task(workers.run({"sample": {}})) for _ in range(3)]
-            while not all(worker._process() for worker in workers._workers):
+            while not all(worker._processes for worker in workers._workers):
                 await asyncio.sleep(0.01)
         assert all(isinstance(each, WorkerLost) for each in await asyncio.gather(*samples, return_exceptions=True))
 
@@ -479,7 +480,7 @@ def test_no_task_of_a_held_out_row_is_trained_on() -> None:
 def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment_workers, "CANCEL_S", 0.1)
+    monkeypatch.setattr(worker_process, "CANCEL_S", 0.1)
     config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Hangs", args={"marks": str(tmp_path)}))
 
     async def main() -> None:
@@ -499,6 +500,65 @@ def test_a_sample_that_hangs_costs_its_worker_and_its_own_group_only(
                 assert made.reward == 3.0
 
     asyncio.run(main())
+
+
+def test_samples_beside_one_that_hangs_end_where_they_run_and_new_ones_run_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "CANCEL_S", 0.1)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Beside", args={"marks": str(tmp_path)}))
+
+    async def main() -> tuple[int, float]:
+        sampling = SAMPLING.model_copy(update={"n_samples": 1, "timeout_s": 600.0})
+        async with (
+            served(FakeServer(models={str(V1)}, answer=answer), Graded(), sampling) as context,
+            agent_gateway() as sessions,
+            EnvironmentWorkers(config, FIELDS) as workers,
+        ):
+            workflow = build_workflow(config, context, sessions, workers=workers)
+            started = list[asyncio.Task[Episode]]()
+            for number in ("0", "1"):
+                started.append(asyncio.create_task(workflow.run(PROMPT, V1, seed=1)))
+                while not (tmp_path / number).exists():
+                    await asyncio.sleep(0.01)
+            hung, other = started
+            hung.cancel()
+            process, last, number = (tmp_path / "0").read_text(), "", 1
+            while last in ("", process):
+                number += 1
+                await workflow.run(PROMPT, V1, seed=2)
+                last = (tmp_path / str(number)).read_text()
+            assert not other.done()
+            (tmp_path / "go").touch()
+            (made,) = (await other).group.trajectories
+            while Path("/proc", process).exists():
+                await asyncio.sleep(0.01)
+            return len(list(tmp_path.iterdir())) - number, made.reward
+
+    assert asyncio.run(main()) == (2, 3.0), "no sample is repeated: a file for each, and one to go on"
+
+
+def test_a_process_that_answers_no_cancellation_is_killed_with_all_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code blocks its event loop: no other sample of it would end."""
+    monkeypatch.setattr(worker_process, "CANCEL_S", 0.1)
+    program, ready = tmp_path / "python", '{"type":"result","number":0}'
+    program.write_text(f"#!/bin/sh\nprintf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\nexec sleep 1000\n")
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program)))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS) as workers:
+            one, other = (asyncio.create_task(workers.run({"sample": {}})) for _ in range(2))
+            (process,) = workers._workers[0]._processes
+            while len(process.samples) < 2:
+                await asyncio.sleep(0.01)
+            one.cancel()
+            with pytest.raises(WorkerLost, match="ended with status -9"):
+                await other
+
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_a_worker_on_another_node_reaches_several_endpoints() -> None:
