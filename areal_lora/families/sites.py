@@ -9,6 +9,7 @@ Sizes of adapters and floating point operations of passes follow from them; a mu
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import ATTENTION_LINEARS, MLP_LINEARS, Scope, covers
@@ -83,14 +84,15 @@ def _linears(shape: ModelShape, layer: int) -> dict[Scope, Sequence[str]]:
     return found
 
 
-def linear_sites(shape: ModelShape) -> list[SiteKey]:
+@lru_cache(maxsize=8)
+def linear_sites(shape: ModelShape) -> tuple[SiteKey, ...]:
     """One site for each linear layer, in the order of `sites_of`; the first expert stands for all of its layer."""
-    return [
+    return tuple(
         SiteKey(linear=linear, layer=layer, scope=scope, expert=0 if scope is Scope.EXPERT else None)
         for layer in range(shape.layers)
         for scope, linears in _linears(shape, layer).items()
         for linear in linears
-    ]
+    )
 
 
 def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:

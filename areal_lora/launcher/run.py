@@ -311,6 +311,10 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
         view.start()
         try:
             failure = Watch(config, plan, supervisor, view).until_end(lambda: interrupts.count > 0)
+        except ArealLoraError as error:
+            code = error.exit_code
+            note_event(plan.run_folder, EndEvent(at=now_utc(), code=code, process="it", how="failed", error=str(error)))
+            raise
         finally:
             view.stop()
         supervisor.code = ExitCode.INTERRUPTED if interrupts.count else ExitCode.DONE

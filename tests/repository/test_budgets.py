@@ -28,13 +28,13 @@ LINES = {
     "algorithms": 1627,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
     "cli": 2370,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
-    "config": 4882,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
+    "config": 4888,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
     "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
-    "engine": 12191,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
-    "families": 1553,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 5449,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
+    "engine": 12193,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
+    "families": 1555,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
+    "launcher": 5456,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage
     "network": 1053,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks

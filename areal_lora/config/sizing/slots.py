@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from areal_lora.config.models import AdapterConfig, Config
@@ -315,10 +316,15 @@ def merging_ranks(shape: ModelShape, *, ranks: int, tp: int, ep: int, etp: int, 
     A replica's are one rank for each part of the experts. Those that ``tp`` divides hold dense layers.
     """
     replica = math.lcm(tp, ep * etp)
-    pieces = (piece for key in linear_sites(shape) for piece in pieces_of(shape, key))
-    found, largest = ranks // replica, max(piece.in_features * piece.out_features for piece in pieces)
-    used = min(found, max(1, min(MERGERS, WIDE // largest) // (ep * pp)))
+    found = ranks // replica
+    used = min(found, max(1, min(MERGERS, WIDE // _largest_weight(shape)) // (ep * pp)))
     return [i * found // used * replica + part * etp for i in range(used) for part in range(ep)]
+
+
+@lru_cache(maxsize=8)
+def _largest_weight(shape: ModelShape) -> int:
+    pieces = (piece for key in linear_sites(shape) for piece in pieces_of(shape, key))
+    return max(piece.in_features * piece.out_features for piece in pieces)
 
 
 def stage_owners(config: Config, shape: ModelShape, adapter: AdapterConfig, layers: Sequence[int]) -> int:

@@ -137,6 +137,9 @@ def submit(script: str, *options: str) -> str:
 
     Without the options of an allocation that it is called in, which srun would take for the job's.
     """
+    if (name := "SBATCH_CLUSTERS") in os.environ:
+        reason = f"{name} makes a job of another cluster, where its queries do not find it"
+        raise EnvironmentError_(f"{reason} (fix: unset it; SLURM_CLUSTERS is for queries, too)")
     inside = "SLURM_JOB_ID" in os.environ
     own = {n: v for n, v in os.environ.items() if n in _OF_CLUSTER or not (inside and n.startswith("SLURM_"))}
     output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script, env=own)

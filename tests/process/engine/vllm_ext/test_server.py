@@ -6,7 +6,9 @@ import asyncio
 import http.client
 import math
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -39,6 +41,7 @@ from tests.support.engine.vllm_ext.serving import (
     running_server,
 )
 from tests.support.lazy import Lazy
+from tests.support.paths import TINY_MODEL
 
 extension = Lazy("areal_lora.engine.vllm_ext.worker.extension")
 
@@ -268,38 +271,74 @@ def test_the_use_of_machine_and_kv_cache_is_known(server: RunningServer) -> None
     assert use.figures.keys() >= {"cpu_share", "sequences_running", "kv_cache_share"}
 
 
-@pytest.mark.timeout(900)
-def test_sequences_that_the_kv_cache_has_no_place_for_wait(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A small cache, and a tokenizer as of base models: its end of sequence is not the end of a turn."""
+    folder = tmp_path_factory.mktemp("small")
+    model = Path(shutil.copytree(TINY_MODEL, folder / "model"))
+    for name, old, new in (
+        ("tokenizer_config.json", '"eos_token": "<eos>"', '"eos_token": "<pad>"'),
+        ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": 0'),
+        ("config.json", '"eos_token_id": 1', '"eos_token_id": 0'),
+        ("chat_template.jinja", "eos_token", "'<eos>'"),
+    ):
+        text = (model / name).read_text()
+        assert old in text, name
+        (model / name).write_text(text.replace(old, new))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # of `stock_scores`, which this process may have
+        with running_server(folder / "run", model, kv_cache_gib=0.002) as server:
+            yield server
+
+
+def test_a_chats_answer_ends_with_its_turn_also_where_the_end_of_sequence_is_another_token(
+    small: RunningServer,
 ) -> None:
+    async def run() -> list[tuple[str, int]]:
+        async with aiohttp.ClientSession() as session:
+            found = []
+            for more in ({}, {"ignore_eos": True}):
+                chat = {"messages": [{"role": "user", "content": "1+2=?"}], "max_tokens": 60, "temperature": 0.0} | more
+                status, answer = await small.post(session, "/v1/chat/completions", model="base", **chat)
+                assert status == 200, answer
+                found.append((answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]))
+            return found
+
+    (ended, n), endless = asyncio.run(run())
+    assert ended == "stop"
+    assert n < 60
+    assert endless == ("length", 60)
+
+
+@pytest.mark.timeout(900)
+def test_sequences_that_the_kv_cache_has_no_place_for_wait(small: RunningServer) -> None:
     """40 answers, also of one request, are less than may run at a time; they need more than the cache has."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # of `stock_scores`, which this process may have
-    with running_server(tmp_path / "small", tiny_model, kv_cache_gib=0.002) as server:
+    server = small
 
-        async def run() -> tuple[ServerStats, float]:
-            async def sample(n: int) -> None:
-                while True:
-                    await server.post(session, model="base", prompt=PROMPT, n=n, max_tokens=200, ignore_eos=True)
+    async def run() -> tuple[ServerStats, float]:
+        async def sample(n: int) -> None:
+            while True:
+                await server.post(session, model="base", prompt=[5, 6, 7, 8], n=n, max_tokens=200, ignore_eos=True)
 
-            found, cached, stats = None, 0.0, None  # of any round: a prompt is cached while another sequence has it
-            async with aiohttp.ClientSession() as session:
-                running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
-                for _ in range(900):
-                    stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
-                    cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
-                    if stats.running and stats.waiting and stats.preemptions and stats.kv_cache_share > 0.5:
-                        found = stats
-                    if found is not None and cached:
-                        break
-                    ended = [task.exception() for task in running if task.done()]
-                    assert not ended, ended
-                    await asyncio.sleep(0.1)
-                for task in running:
-                    task.cancel()
-                assert found is not None, (stats, cached)
-                return found, cached
+        found, cached, stats = None, 0.0, None  # of any round: a prompt is cached while another sequence has it
+        async with aiohttp.ClientSession() as session:
+            running = [asyncio.create_task(sample(n)) for n in (*[1] * 20, 20)]
+            for _ in range(900):
+                stats = (await asyncio.to_thread(server.admin.info, 120.0)).stats
+                cached = max(cached, use_of(server).figures.get("prefix_cache_share", 0.0))
+                if stats.running and stats.waiting and stats.preemptions and stats.kv_cache_share > 0.5:
+                    found = stats
+                if found is not None and cached:
+                    break
+                ended = [task.exception() for task in running if task.done()]
+                assert not ended, ended
+                await asyncio.sleep(0.1)
+            for task in running:
+                task.cancel()
+            assert found is not None, (stats, cached)
+            return found, cached
 
-        found, cached = asyncio.run(run())
+    found, cached = asyncio.run(run())
     assert 0 < found.running < 40 < server.config.rollout.max_num_seqs
     assert found.running + found.waiting <= 40
     assert found.kv_cache_share <= 1

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from areal_lora.errors import ExitCode
-from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.events import count_restarts, last_end
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.launcher.driven import Run
 from tests.support.launcher.node_programs import NODES, TERMED, WAITS, until, works
@@ -115,3 +117,18 @@ def test_an_agent_that_is_stopped_leaves_at_once(begin: Callable[..., Run], tmp_
     launcher.wait_for(works(launcher, "server-0", 2))
     (tmp_path / "go").touch()
     assert [run.end()[0] for run in (launcher, *agents)] == [ExitCode.DONE] * 3
+
+
+def test_a_node_that_never_joins_ends_the_run_and_is_its_recorded_reason(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOIN_S", "1")
+    launcher = begin(("trainer", 0, WAITS), ("trainer", 1, WAITS, 1), overrides=NODES)
+    code, printed = launcher.end()
+    assert (code != ExitCode.DONE, "node 1, 2 did not join within 1 s" in printed) == (True, True)
+    end = last_end(RunFolder(launcher.folder))
+    assert end is not None
+    assert (end.code, str(end).partition(" (fix")[0]) == (
+        ExitCode.COMPONENT_FAILED,
+        "it failed: node 1, 2 did not join within 1 s",
+    )

@@ -79,6 +79,15 @@ def test_a_job_has_no_options_of_the_allocation_that_it_is_submitted_in(
     assert has == ({"SLURM_CONF"} if inside else {"SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_CONF"})
 
 
+def test_no_variable_makes_it_a_job_of_another_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = job(tmp_path)
+    with_programs(tmp_path, monkeypatch, sbatch="echo 42")
+    monkeypatch.setenv("SBATCH_CLUSTERS", "other")
+    with pytest.raises(EnvironmentError_, match=r"SBATCH_CLUSTERS makes .* \(fix: unset it; SLURM_CLUSTERS is"):
+        submit(config, plan, RunStart(config).prepare)
+    assert not plan.run_folder.path.exists()
+
+
 def test_a_refused_job_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan = job(tmp_path)
     with_programs(tmp_path, monkeypatch, sbatch="echo 'invalid partition' >&2; exit 1")
