@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -18,6 +19,7 @@ from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.prompts import Formatter, TextTokenizer, load_tokenizer
 from areal_lora.processes.log import setup_logging
 from areal_lora.processes.startup import collector_paused, rare_full_collections
+from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api import gateways as m
 from areal_lora.rollout.agent_api.endpoint import agent_gateway
 from areal_lora.rollout.agent_api.session import Session, Sessions
@@ -134,11 +136,19 @@ async def serve(sock: socket.socket, model: str, run_folder: RunFolder) -> None:
     async with client, agent_gateway() as sessions:
         process = _Process(link=link, leases=leases, client=client, tokenizer=tokenizer, sessions=sessions)
         link.send(sessions.port)
+        beats = watched_task("gateway-beats", partial(_beat, link))
         with contextlib.suppress(asyncio.IncompleteReadError, OSError), rare_full_collections() as collect:
             while True:
                 for message in _decoded(await link.received()):
                     process.take(message)
                 collect()
+        beats.cancel()
+
+
+async def _beat(link: m.Link) -> None:
+    while True:
+        await asyncio.sleep(m.BEAT_S)
+        link.flush()
 
 
 _decoded = msgspec.msgpack.Decoder(list[m.ToGateway]).decode

@@ -42,6 +42,7 @@ from areal_lora.types import AdapterRef
 CORES_EACH = 8  # the others are the servers', the trainer's and the environments'
 MOST_PROCESSES = 16  # of 0.4 GiB each
 PAUSE_S = 60.0  # between two starts of one
+BEAT_S, SILENT_BEATS = 1.0, 60  # a process without a frame for so many is killed
 FRAME_BYTES = 1 << 20  # that are read at a time
 
 log = get_logger(__name__)
@@ -119,10 +120,11 @@ class Link:
     def send(self, message: ToGateway | FromGateway | int) -> None:
         encoded = msgspec.Raw(msgspec.msgpack.encode(message))
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._waiting.append(encoded)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what waits; an empty frame is a beat."""
         body = msgspec.msgpack.encode(self._waiting)
         self._waiting.clear()
         if not self._writer.is_closing():
@@ -169,6 +171,16 @@ class _Gateway:
     sessions: dict[int, _Remote] = field(default_factory=dict)
     held: dict[int, ServerLease] = field(default_factory=dict)
     waiting: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
+    silent: int = 0
+
+    async def watch(self) -> None:
+        """Kill the process if it hangs. ``silent`` counts beats in which this process has run."""
+        while self.silent < SILENT_BEATS:
+            await asyncio.sleep(BEAT_S)
+            self.silent += bool(self.port)
+        log.warning("a gateway has sent nothing for %g s: it is killed", SILENT_BEATS * BEAT_S)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
 
     def take(self, message: FromGateway) -> None:
         if isinstance(message, LeaseCall):
@@ -295,6 +307,7 @@ class Gateways(Sessions):
             process = await asyncio.create_subprocess_exec(*argv, *words, pass_fds=[fd], start_new_session=True)
         link = await Link.over(ours)
         gateway = _Gateway(link=link, process=process, router=self._router, port=0)
+        watch = watched_task("gateway-watch", gateway.watch)
         try:
             (gateway.port,) = msgspec.msgpack.decode(await link.received(), type=list[int])
             self._ready.append(gateway)
@@ -302,9 +315,11 @@ class Gateways(Sessions):
             while True:
                 for message in _decoded(await link.received()):
                     gateway.take(message)
+                gateway.silent = 0
         except (asyncio.IncompleteReadError, OSError):
             log.warning("gateway %d has ended; samples of its sessions are repeated", number)
         finally:
+            watch.cancel()
             if gateway in self._ready:
                 self._ready.remove(gateway)
             with contextlib.suppress(ProcessLookupError):

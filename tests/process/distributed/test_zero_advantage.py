@@ -18,6 +18,7 @@ CASES = [
     Case(name="ep 2, selective", world=2, budget=60, ep=2, recompute="selective"),
     Case(name="pp 2, virtual", world=2, budget=60, pp=2, stages=(1, 1, 1, 1)),
     Case(name="tp 2", world=2, budget=60, tp=2),
+    Case(name="cp 2", world=2, budget=60, cp=2),
 ]
 
 

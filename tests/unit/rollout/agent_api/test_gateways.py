@@ -373,11 +373,13 @@ def test_what_a_session_still_asks_ends_with_it(folder: Path, tmp_path: Path) ->
     assert statuses == [401]
 
 
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_process_costs_its_sessions_alone_and_is_started_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals
 ) -> None:
-    """Its samples are repeated, with the same seed, in another one or here."""
+    """Its samples are repeated, with the same seed, in another one or here. So are those of one that hangs."""
     monkeypatch.setattr(gateways, "PAUSE_S", 0.0)
+    monkeypatch.setattr(gateways, "SILENT_BEATS", 10)
     server = answering(folder, delay_s=lambda k: 600.0 if k == 1 else 0.0)
     world, killed = World(folder, tmp_path, 1, server), list[int]()
 
@@ -388,7 +390,7 @@ def test_a_lost_process_costs_its_sessions_alone_and_is_started_again(
             while len(server.requests) < 2:
                 await asyncio.sleep(0.01)
             killed.append(world.gateways._ready[0].process.pid)
-            os.kill(killed[0], signal.SIGKILL)
+            os.kill(killed[0], signal_)
             await asyncio.wait([waiting])
             waiting.exception()
             await asyncio.sleep(600.0)
