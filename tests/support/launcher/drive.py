@@ -20,7 +20,7 @@ from areal_lora.config.load import load_config
 from areal_lora.config.recorded import write_config
 from areal_lora.families.registry import known_config
 from areal_lora.launcher import restarts, run, watch
-from areal_lora.launcher.nodes import agent
+from areal_lora.launcher.nodes import agent, supervisor
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.obs.console import run_console
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
@@ -77,6 +77,7 @@ def main() -> int:
     run.STOP_GRACE_S, restarts.BACK_OFF_S = float(sys.argv[2]), 0.1
     restarts.HEALTHY_S = float(os.environ.get("HEALTHY_S", restarts.HEALTHY_S))
     restarts.WRITE_S = float(os.environ.get("WRITE_S", restarts.WRITE_S))
+    supervisor.JOIN_S = float(os.environ.get("JOIN_S", supervisor.JOIN_S))
     watch.HEARTBEAT_TIMEOUT_S = float(os.environ.get("HEARTBEAT_TIMEOUT_S", watch.HEARTBEAT_TIMEOUT_S))
     if LATER in os.environ:
         whole_s, step_s, path = os.environ[LATER].split(":", 2)

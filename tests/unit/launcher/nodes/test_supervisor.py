@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from areal_lora.errors import ExitCode
-from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.events import count_restarts, last_end
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.launcher.driven import Run
 from tests.support.launcher.node_programs import NODES, TERMED, WAITS, until, works
@@ -115,3 +117,15 @@ def test_an_agent_that_is_stopped_leaves_at_once(begin: Callable[..., Run], tmp_
     launcher.wait_for(works(launcher, "server-0", 2))
     (tmp_path / "go").touch()
     assert [run.end()[0] for run in (launcher, *agents)] == [ExitCode.DONE] * 3
+
+
+def test_a_node_that_never_joins_is_the_recorded_end_of_the_run(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOIN_S", "0.5")
+    launcher = begin(("trainer", 0, WAITS), ("server", 0, WAITS, 1), overrides=NODES)
+    assert "ProcessFailed: node 1, 2 did not join within" in launcher.end()[1]
+    assert (end := last_end(RunFolder(launcher.folder))) is not None
+    assert end.code == ExitCode.COMPONENT_FAILED
+    assert str(end).startswith("its launcher failed: node 1, 2 did not join within")
+    assert launcher.alive() == []
