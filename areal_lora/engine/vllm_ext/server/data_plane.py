@@ -25,13 +25,14 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from areal_lora.data.prompts import Formatter
 from areal_lora.engine.vllm_ext.compat.first_runner import KEPT, SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.server import openai_api
 from areal_lora.engine.vllm_ext.server.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.server.generate import BACKGROUND_S, BadRequest, Generator
 from areal_lora.engine.vllm_ext.server.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.server.tool_calls import PATH, ToolCallParsers, tool_calls_handler
-from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.errors import ConfigError, PublishError, UnknownVersionError
 from areal_lora.families.shape import ModelShape
 from areal_lora.network.http_server import DEFAULT_MAX_TOKENS, prompts_of, too_large, unless_disconnected
 from areal_lora.types import MOST_KEPT, TokenColumns
@@ -58,7 +59,7 @@ class DataPlane:
     ) -> None:
         """``shape`` is that of the model if answers have the routes of its tokens."""
         self._adapters, self._generator, self._tokenizer, self._sampler = adapters, generator, tokenizer, sampler
-        self._parsers, self._shape = parsers, shape
+        self._parsers, self._shape, self._formatter = parsers, shape, Formatter(tokenizer=tokenizer)
         self._ids = itertools.count()
 
     def app(self) -> ASGIApp:
@@ -88,9 +89,11 @@ class DataPlane:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # fault boundary: a chat template is a program of the model's authors
-            raise BadRequest(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from error
+            text = self._formatter.chat(messages, last=True)
+        except ConfigError as error:
+            raise BadRequest(f"messages: {error.reason}") from error
+        if not body.ignore_eos:  # an end of turn may be another token than the model's own end of sequence
+            body.stop_token_ids += self._formatter.ends
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         room = self._generator.max_model_len - len(ids)
         return await self._serve(request, body, [ids], body.max_completion_tokens or body.max_tokens or max(1, room))
