@@ -87,9 +87,8 @@ class DataPlane:
         _check_size(body, 1)
         if not self._tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
-        messages = [{"role": m.role, "content": m.content} for m in body.messages]
         try:
-            text = self._formatter.chat(messages, last=True)
+            text = self._formatter.chat(msgspec.to_builtins(body.messages), last=True)
         except ConfigError as error:
             raise BadRequest(f"messages: {error.reason}") from error
         if not body.ignore_eos:  # an end of turn may be another token than the model's own end of sequence
