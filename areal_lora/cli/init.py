@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -12,6 +14,8 @@ import typer
 
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import read_shape
+from areal_lora.tasks.datasets import RowSource, read_rows
+from areal_lora.tasks.stored_samples import value_of
 
 NUMERIC, MATH, FUNCTION = "numeric_match", "math_verify", "file.py:name or package.module:name of a function"
 
@@ -20,7 +24,7 @@ def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file to write; it must not exist")],
     model: Annotated[str, typer.Option(help="folder or hub name of the base model")] = "",
     data: Annotated[str, typer.Option(help="JSONL, JSON, CSV or parquet file, a folder of them, or a hub name")] = "",
-    prompt: Annotated[str, typer.Option(metavar="COLUMN", help="column with the problem")] = "",
+    prompt: Annotated[str, typer.Option(metavar="COLUMN", help="column with the problem, or chat messages")] = "",
     answer: Annotated[str, typer.Option(metavar="COLUMN", help="column with the gold answer; - for none")] = "",
     reward: Annotated[str, typer.Option(help=f"{NUMERIC}, {MATH}, or {FUNCTION}")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="write prompts with the tokenizer's chat template")] = False,
@@ -37,6 +41,7 @@ def init(
     data = _absolute(_asked("--data", data, "Data (JSONL, JSON, CSV or parquet file, or hub name)"))
     prompt = _asked("--prompt", prompt, "Column with the problem", "prompt")
     answer = _asked("--answer", answer, "Column with the gold answer (- for none)", "answer")
+    messages = _has_messages(data, prompt)
     reward = _asked("--reward", reward, f"Reward ({NUMERIC}, {MATH}, or {FUNCTION})", NUMERIC)
     longest = min(1024 if on_cpu else 4096, _positions(model))
     # Every value that comes from outside is quoted.
@@ -44,10 +49,10 @@ def init(
         name=json.dumps("".join(c if c.isalnum() or c in "._-" else "-" for c in file.stem).strip("._-") or "run"),
         model=json.dumps(model),
         data=json.dumps(data),
-        prompt=json.dumps(prompt),
+        prompt=f"{'messages' if messages else 'prompt'}: {json.dumps(prompt)}",
         answer="null" if answer == "-" else json.dumps(answer),
         reward=_reward(reward),
-        format="kind: chat # by the tokenizer's chat template" if chat else "kind: template\n" + TEXT,
+        format="kind: chat # by the tokenizer's chat template" if chat or messages else "kind: template\n" + TEXT,
         max_model_len=longest,
         max_new_tokens=longest // 4,
         prompts=16 if on_cpu else 64,
@@ -75,6 +80,14 @@ def _asked(option: str, given: str, question: str, default: str | None = None) -
 def _absolute(text: str) -> str:
     path = Path(os.path.expanduser(text))
     return str(path.absolute()) if path.exists() else text
+
+
+def _has_messages(data: str, column: str) -> bool:
+    """Whether ``column`` of the first row has chat messages; only a file here is read."""
+    rows = read_rows(RowSource(path=data, key="--data")) if Path(data).is_file() else iter(())
+    with suppress(KeyError):  # a start names the columns
+        return any(isinstance(value_of(row.values, column), list) for row in islice(rows, 1))
+    return False
 
 
 def _positions(model: str) -> int:
@@ -120,7 +133,7 @@ adapters:
       kind: dataset
       train: {data} # without `eval`, some of these rows are held out
       columns:
-        prompt: {prompt}
+        {prompt}
         answer: {answer}
       format:
         {format}

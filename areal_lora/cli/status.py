@@ -21,6 +21,7 @@ from areal_lora.checkpoint.checkpoint_store import versions_in
 from areal_lora.cli.find_run import Run, aligned, local_processes, open_run
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import ends_of, with_joined
+from areal_lora.config.sizing.slots import seats_of
 from areal_lora.launcher.slurm.job_query import look as look_up, lost_nodes, placement, submitted_job
 from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.launcher.start import Owner, holder, is_free
@@ -265,6 +266,9 @@ def _processes(
     planned = [*(f"trainer-{i}" for i in range(config.trainer.world_size)), "controller-0", *servers]
     names = dict.fromkeys([*planned, *doing, *here])
     nodes = placement(folder) if job else {}
+    # Ranks above 0 publish no address.
+    seats = seats_of(config).trainer if config.cluster.kind == "nodes" else ()
+    ranks = {f"trainer-{rank}": f"node {seat.node}" for rank, seat in enumerate(seats)}
     lost = lost_nodes(set(nodes.values())) if job and job.phase == Phase.RUNNING else set()
     over = job is not None and job.phase in (Phase.OVER, Phase.WAITING)
     own = {str(address) for one in interfaces() for address in one.addresses}
@@ -280,7 +284,7 @@ def _processes(
         host = endpoint.host if endpoint and elsewhere and name not in here else node_name
         yield ProcessStatus(
             name=name,
-            node=f"{node} (lost)" if node in lost else node or host,
+            node=f"{node} (lost)" if node in lost else node or host or ranks.get(name, ""),
             pid=here.get(name, endpoint.pid if endpoint else None),
             alive=name in here or (None if unseen else False),
             beat_s=_age_s(folder.heartbeat(name)),

@@ -37,7 +37,7 @@ from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import RunStart, check_packages, previous_run, prompt_findings, with_absolute_root
 from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor, handled
 from areal_lora.launcher.sweep import Sweep, launched, print_result
-from areal_lora.launcher.watch import Watch, end_event, print_failure
+from areal_lora.launcher.watch import Watch, end_event, own_failure_recorded, print_failure
 from areal_lora.obs.console import LiveConsole, duration, human_bytes, print_line, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
 from areal_lora.obs.tracking.main import check_clients
@@ -306,15 +306,12 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     Failed processes are restarted (`Restarts`). Whatever the outcome, no process, port or shared memory remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
-    with Interrupts() as interrupts, _supervisor(config, plan, view) as supervisor:
+    recorded = own_failure_recorded(plan.run_folder)
+    with recorded, Interrupts() as interrupts, _supervisor(config, plan, view) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:
             failure = Watch(config, plan, supervisor, view).until_end(lambda: interrupts.count > 0)
-        except ArealLoraError as error:
-            code = error.exit_code
-            note_event(plan.run_folder, EndEvent(at=now_utc(), code=code, process="it", how="failed", error=str(error)))
-            raise
         finally:
             view.stop()
         supervisor.code = ExitCode.INTERRUPTED if interrupts.count else ExitCode.DONE

@@ -13,7 +13,7 @@ The files are of the session: a run that starts again has new servers. The launc
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from areal_lora.checkpoint.checkpoint_store import newest_in
 from areal_lora.config.models import Config
-from areal_lora.errors import ConfigError, ExitCode
+from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
 from areal_lora.launcher import plan as roles, restarts
 from areal_lora.launcher.plan import SERVER
 from areal_lora.launcher.restarts import ProcessExit, Pulse, Restarts, RestartVerdict
@@ -201,6 +201,17 @@ class Watch:
 
 def end_event(failure: ProcessExit, code: int) -> EndEvent:
     return EndEvent(at=now_utc(), code=code, process=failure.spec.name, how=failure.how(), error=failure.error)
+
+
+@contextlib.contextmanager
+def own_failure_recorded(folder: RunFolder) -> Iterator[None]:
+    """Record as the end of the run an error that supervising it raises, such as that of a node that never joins."""
+    try:
+        yield
+    except ArealLoraError as error:
+        end = EndEvent(at=now_utc(), code=error.exit_code, process="its launcher", how="failed", error=str(error))
+        note_event(folder, end)
+        raise
 
 
 def print_failure(failure: ProcessExit, console: Console) -> None:

@@ -17,10 +17,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Coroutine, Sequence
@@ -33,9 +31,10 @@ import msgspec
 
 from areal_lora.config.sections.section import ServedModel
 from areal_lora.config.sections.task import RewardConfig, labels
-from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError, undo_on_error
+from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.processes.loading import UserFile
 from areal_lora.tasks.reward_calls import SHORT, Score, ScoreItem, Style, Traces
+from areal_lora.tasks.sandbox.scratch import remove_abandoned, scratch_folder
 from areal_lora.tasks.sandbox.seccomp import ProcessPolicy
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame, too_long
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
@@ -119,6 +118,7 @@ class ScorerPool:
     async def __aenter__(self) -> Self:
         child = await self._idle.get()
         assert child is None
+        await asyncio.to_thread(remove_abandoned)
         self._idle.put_nowait(await self._patient_start())
         return self
 
@@ -188,10 +188,10 @@ class ScorerPool:
 class _Child:
     """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
 
-    def __init__(self, process: Process, setup: Setup, pool: ScorerPool) -> None:
+    def __init__(self, process: Process, setup: Setup, pool: ScorerPool, stack: contextlib.ExitStack) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._setup, self._pool = process, setup, pool
+        self._process, self._setup, self._pool, self._stack = process, setup, pool, stack
         self._timeout_s = setup.timeout_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self.spent = False
@@ -206,17 +206,12 @@ class _Child:
         elif setup.network:  # clients in the function read keys, proxies and certificates there
             names = [name for name in os.environ if not name.startswith("AREAL_LORA")]
         environment = {"PATH": os.defpath} | {name: os.environ[name] for name in names if name in os.environ}
-        if setup.scratch_bytes and not setup.is_served:
-            scratch = tempfile.mkdtemp(prefix=f"areal-lora-reward-{os.getpid()}-")
-            setup = msgspec.structs.replace(setup, scratch=scratch)
-            environment |= {"TMPDIR": scratch, "HOME": scratch}
         argv = [sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child"]
-
-        def clean() -> None:
-            if setup.scratch is not None:
-                shutil.rmtree(setup.scratch, ignore_errors=True)
-
-        with undo_on_error(clean):
+        with contextlib.ExitStack() as stack:
+            if setup.scratch_bytes and not setup.is_served:
+                scratch = str(stack.enter_context(scratch_folder()))
+                setup = msgspec.structs.replace(setup, scratch=scratch)
+                environment |= {"TMPDIR": scratch, "HOME": scratch}
             if setup.processes is not ProcessPolicy.NONE:
                 argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
             process = await asyncio.create_subprocess_exec(
@@ -226,7 +221,7 @@ class _Child:
                 env=environment,
                 start_new_session=True,
             )
-        return cls(process, setup, pool)
+            return cls(process, setup, pool, stack.pop_all())
 
     async def set_up(self) -> list[str]:
         """Load the reward in the child; return the missing protections. Raises ConfigError, EnvironmentError_."""
@@ -304,8 +299,7 @@ class _Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
         await self._process.wait()
-        if self._setup.scratch is not None:
-            shutil.rmtree(self._setup.scratch, ignore_errors=True)
+        self._stack.close()
 
     async def _reply(self) -> bytes:
         """Read one reply. Raises EOFError (IncompleteReadError) at the end of the pipe, DecodeError if malformed."""

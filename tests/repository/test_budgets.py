@@ -27,14 +27,14 @@ LINES = {
     "": 933,  # undo_on_error; columns of tokens, routes, kept ids; errors of the service; truncated samples; routes
     "algorithms": 1627,  # objectives and masks of 2026; distillation; mismatch by causes; own loss; zero advantages
     "checkpoint": 1468,  # a save starts before its copies are complete; a name taken over; measures; patterns
-    "cli": 2370,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
+    "cli": 2387,  # serve-remote; sweep; plan --simulate; pages; chats, kept; restart-servers; proxies; printable text
     "config": 4888,  # remote; slots; cp, profile; routes; GDPO; stages, fp8; formats; ranks; quantised; nodes; merging
     "data": 953,  # checks in chunks; equal attention; clients' order; refused prompts; truncated; appended; tokenizers
     "distributed": 380,  # scatter; the end of a formation; waits of N ranks; decoders
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
     "engine": 12193,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
     "families": 1555,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 5456,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
+    "launcher": 5465,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage
     "network": 1053,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks
@@ -44,7 +44,7 @@ LINES = {
     "rollout": 9504,  # hung samples; rewards of steps; gateways; leases; workers; OpenEnv; curricula; streams; turns
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
-    "tasks": 3559,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
+    "tasks": 3595,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code
     "trainer": 4352,  # parts of a batch, routes, kept ids; kept caches; lengths; truncated; audits; ended adapters
     "weight_sync": 5771,  # gathers; relays: tree, requests; keys; pings; deaths in formation; hung servers; settings
 }

@@ -25,7 +25,7 @@ from areal_lora.launcher.slurm.job_query import Allocation, allocation, look, ru
 from areal_lora.launcher.slurm.job_steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.states import RUNNING, JobOutcome, Words, is_active, outcome
 from areal_lora.launcher.sweep import print_result
-from areal_lora.launcher.watch import Watch, end_event, print_failure
+from areal_lora.launcher.watch import Watch, end_event, own_failure_recorded, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole, run_console
 from areal_lora.obs.report.closing import print_closing, print_report
@@ -125,7 +125,7 @@ class SlurmJob:
             return ExitCode.COMPONENT_FAILED
         result: JobOutcome | None = None
         try:
-            with SlurmSteps(self._config, self._plan, self._job) as steps:
+            with own_failure_recorded(self._folder), SlurmSteps(self._config, self._plan, self._job) as steps:
                 result = self._watch(steps, words)
                 if words.first:
                     self._say(f"{words.first} arrived: the steps are stopped")

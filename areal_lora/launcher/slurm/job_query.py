@@ -133,13 +133,14 @@ def run(program: str, *arguments: str, fix: str = "see to it that it works on th
 
 
 def submit(script: str, *options: str) -> str:
-    """Give ``script`` to sbatch. Returns the job's id; raises EnvironmentError_.
+    """Give ``script`` to sbatch. Returns the job's id; raises EnvironmentError_, or ConfigError for another cluster.
 
     Without the options of an allocation that it is called in, which srun would take for the job's.
     """
-    if (name := "SBATCH_CLUSTERS") in os.environ:
-        reason = f"{name} makes a job of another cluster, where its queries do not find it"
-        raise EnvironmentError_(f"{reason} (fix: unset it; SLURM_CLUSTERS is for queries, too)")
+    if there := os.environ.get("SBATCH_CLUSTERS"):
+        reason = f"{there!r} makes a job of another cluster, where its queries do not find it"
+        fix = "unset it, and submit on a machine of that cluster, or with its SLURM_CONF"
+        raise ConfigError("SBATCH_CLUSTERS", reason, fix)
     inside = "SLURM_JOB_ID" in os.environ
     own = {n: v for n, v in os.environ.items() if n in _OF_CLUSTER or not (inside and n.startswith("SLURM_"))}
     output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script, env=own)

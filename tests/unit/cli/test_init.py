@@ -10,6 +10,7 @@ import pytest
 from areal_lora.cli import app
 from areal_lora.config.load import load_config
 from areal_lora.config.sections.task import DatasetTask, FunctionReward
+from areal_lora.tasks.datasets import load_samples
 from tests.support.paths import TINY_MODEL
 
 ROWS = [{"problem": f"{n} + 1?", "solution": f"#### {n + 1}"} for n in range(20)]
@@ -45,6 +46,32 @@ def test_what_it_writes_passes_the_dry_run(
     assert "my-task" in out
     assert "error" not in err
     assert app.main(["plan", "--config", "my task.yaml"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["problem", "extra.problem"])
+def test_a_column_of_chat_messages_is_named_as_one(data: Path, tmp_path: Path, column: str) -> None:
+    rows = [row | {"problem": [{"role": "user", "content": row["problem"]}]} for row in ROWS]
+    data.write_text("".join(json.dumps(row | {"extra": row}) + "\n" for row in rows))
+    file, words = tmp_path / "x.yaml", options(data, "numeric_match")
+    words[words.index("--prompt") + 1] = column
+    assert app.main(["init", str(file), *words, "--device", "cpu"]) == 0
+    task = load_config([file]).adapters[0].task
+    assert isinstance(task, DatasetTask)
+    assert (task.columns.messages, task.format.is_chat) == (column, True)
+    assert "prompt: " not in file.read_text(), "it would be a column without a use"
+    assert load_samples(task, "train")[0].messages is not None
+
+
+@pytest.mark.parametrize("rows", [b"", b'{"other": 1}\n'], ids=["empty", "another column"])
+def test_rows_that_do_not_show_what_the_column_holds_are_a_matter_of_the_start(
+    data: Path, tmp_path: Path, rows: bytes
+) -> None:
+    data.write_bytes(rows)
+    file = tmp_path / "x.yaml"
+    assert app.main(["init", str(file), *options(data, "numeric_match"), "--device", "cpu"]) == 0
+    task = load_config([file]).adapters[0].task
+    assert isinstance(task, DatasetTask)
+    assert (task.columns.prompt, task.columns.messages) == ("problem", None)
 
 
 def test_a_configuration_for_gpus_passes_it_too(data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.run_folder.events import EndEvent, RestartEvent, StartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import DesiredAdapter, DesiredAdapters, RunFolder, write_desired
+from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import beat, set_status
 from areal_lora.types import AdapterPhase
 from tests.support.obs.fake_run import make_run
@@ -98,6 +100,18 @@ def test_a_run_of_another_machine_shows_by_its_heartbeats(folder: RunFolder, mon
     assert look(folder, config(folder)).state == "unknown", "its lock cannot be looked at"
     folder.lock.touch()
     assert look(folder, config(folder)).state == "stopped", "a moment after the end: no launcher holds the lock"
+
+
+def test_a_rank_without_an_address_has_the_number_of_its_node(folder: RunFolder) -> None:
+    publish_endpoint(folder, "trainer", 0, {"rank": 1})
+    plain = config(folder, kind="nodes", nodes=2)
+    assert plain.trainer.world_size == 2
+    assert plain.cluster.devices_per_node >= 2
+    for per_node, node in ((2, "node 0"), (1, "node 1")):
+        cluster = plain.cluster.model_copy(update={"device": "cuda", "devices_per_node": per_node, "nodes": 3})
+        seen = look(folder, plain.model_copy(update={"cluster": cluster}))
+        nodes = {one.name: one.node for one in seen.processes}
+        assert (nodes["trainer-0"], nodes["trainer-1"]) == (os.uname().nodename, node)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.errors import EnvironmentError_, ExitCode, ProcessFailed
 from areal_lora.launcher import supervise
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Supervisor
@@ -134,6 +134,17 @@ def test_missing_interpreter_is_one_line_and_stops_the_others(tmp_path: Path) ->
         with pytest.raises(EnvironmentError_, match=r"trainer-0 cannot be started with /no/such/python"):
             supervisor.start([good, bad])
     assert [p for p in psutil.Process().children() if runs(p, FOREVER)] == []
+
+
+def test_an_error_of_the_launcher_itself_is_the_end_of_the_run(begin: Callable[..., Run]) -> None:
+    run = begin(("server", 0, FOREVER), ("trainer", 0, ["/no/such/python"]))
+    code, output = run.end()
+    assert code == ExitCode.FAILED, "the command line prints the error"
+    assert "EnvironmentError_: trainer-0 cannot be started with /no/such/python" in output
+    assert (end := last_end(RunFolder(run.folder))) is not None
+    assert end.code == ExitCode.MISSING
+    assert str(end).startswith("its launcher failed: trainer-0 cannot be started with /no/such/python: No such file")
+    assert run.alive() == []
 
 
 # A process whose child leaves the session, ignores SIGTERM and outlives its parent.

@@ -78,7 +78,7 @@ class Spares(threading.Thread):
 
     def __init__(self, config: Config, folder: Path, n: int) -> None:
         super().__init__(daemon=True)
-        self.state, self.code = RUNNING, -1
+        self.state, self.code, self.looks = RUNNING, -1, 0
         self.signals = list[tuple[float, float]]()  # when each was sent, and handled by all
         self._work = (config, RunFolder(folder, ""), n)
 
@@ -96,9 +96,16 @@ class Spares(threading.Thread):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Supervisor, "terminate", handled)
             patch.setattr(spares, "Interrupts", Quiet)  # signals are for main threads
-            self.code = run_spares(
-                config, folder, n, grace_s=60.0, console=Console(quiet=True), state=lambda: self.state
-            )
+            self.code = run_spares(config, folder, n, grace_s=60.0, console=Console(quiet=True), state=self._look)
+
+    def _look(self) -> RunState:
+        self.looks += 1
+        return self.state
+
+    def look_on(self) -> None:
+        """Wait until it has looked at the run a few times."""
+        before = self.looks
+        wait_until(lambda: self.looks > before + 4)
 
 
 class Quiet:
@@ -144,8 +151,8 @@ def test_servers_follow_the_run_into_its_next_session(config: Config, tmp_path: 
     wait_until(lambda: seen(folder) == ["2 start"])
     work.state = RunState(phase=Phase.WAITING, session="", secret_ns=1)  # the job is requeued
     wait_until(lambda: seen(folder).count("2 TERM") == 2)
-    time.sleep(0.5)
-    assert not any(s.startswith("3") for s in seen(folder))
+    work.look_on()
+    assert not (folder / "spares" / "server-3").exists(), "its place is claimed before it is started"
     work.state = RunState(phase=Phase.RUNNING, session="9-1", secret_ns=2)
     wait_until(lambda: "39-1 start" in seen(folder))
     work.state = OVER
@@ -176,7 +183,7 @@ def test_servers_that_leave_do_not_wait_for_a_run_that_is_over(
     wait_until(lambda: seen(folder) == ["2 start"])
     monkeypatch.setattr(Quiet, "count", 1)
     wait_until(lambda: seen(folder) == ["2 start", "2 TERM"])
-    time.sleep(0.5)
+    work.look_on()
     assert seen(folder).count("2 TERM") == 1, "the run may still dismiss it"
     work.state = OVER
     work.join(50)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -166,8 +165,10 @@ def test_a_process_without_the_handler_is_not_killed_by_asking(tmp_path: Path) -
     process = stuck()
     try:
         assert not stacks.request(process.pid)
-        time.sleep(0.1)
-        assert process.poll() is None
+        os.kill(process.pid, signal.SIGSTOP)
+        _, how = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(how), "one that an earlier signal kills does not stop"
+        os.kill(process.pid, signal.SIGCONT)
         os.kill(process.pid, signal.SIGUSR1)
         assert process.wait(120) == -signal.SIGUSR1, "this is what the check prevents"
     finally:

@@ -23,6 +23,7 @@ from areal_lora.config.sections.task import BuiltInReward, FunctionReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.reward_calls import Score, ScoreItem
+from areal_lora.tasks.sandbox.scratch import PREFIX
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.tasks.scorer_setup import MEMORY_BYTES
 from areal_lora.types import Cause, Outcome, Sample
@@ -360,6 +361,7 @@ def test_a_private_temporary_folder_is_writable_bounded_and_removed(tmp_path, mo
     places = tmp_path / "temporary"
     places.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(places))
+    (places / f"{PREFIX}of-a-killed-owner").mkdir()
     mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=120)
     [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(17 << 20))], reward=mine)
     assert [s.reward for s in fits] == [2.0, 4.0]

@@ -88,11 +88,11 @@ class DataPlane:
         if not self._tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
         try:
-            text = self._formatter.chat([{"role": m.role, "content": m.content} for m in body.messages], last=True)
+            text = self._formatter.chat(msgspec.to_builtins(body.messages), last=True)
         except ConfigError as error:
             raise BadRequest(f"messages: {error.reason}") from error
-        if not body.ignore_eos:
-            body.stop_token_ids = [*body.stop_token_ids, *self._formatter.ends]
+        if not body.ignore_eos:  # an end of turn may be another token than the model's own end of sequence
+            body.stop_token_ids += self._formatter.ends
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         room = self._generator.max_model_len - len(ids)
         return await self._serve(request, body, [ids], body.max_completion_tokens or body.max_tokens or max(1, room))

@@ -6,7 +6,6 @@ Decisions, link, checkpoints and records are the trainer's; the engine is a toy,
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -236,13 +235,14 @@ def test_no_client_waits_for_the_copy_of_a_large_state(tmp_path: Path) -> None:
 )
 def test_what_outlives_a_crash_is_answered_when_it_is_durable(tmp_path: Path, what: What) -> None:
     """A save or a publish starts on a durable version, a load completes on one; what follows is answered later."""
-    side = Side(tmp_path, "a", max_behind=2)
+    side = Side(tmp_path, "a", max_behind=2, beside=True)
     try:
         side.client.do("a.1", SaveState(label="n0"))
         side.disk.hold()  # type: ignore[attr-defined]
         last = side.client.begin("a.1", SFT, STEP, SFT, what, SFT, STEP, LOOK)
         side.client.wait(lambda: 4 in side.client.outcomes("a.1"))
-        time.sleep(0.2)
+        trained = side.beside_steps
+        side.wait(lambda: side.beside_steps > trained + 20, "steps beside it")
         assert list(side.client.outcomes("a.1")) == [1, 2, 3, 4]
         assert not side.servers.began
         side.disk.release()  # type: ignore[attr-defined]
