@@ -34,7 +34,7 @@ LINES = {
     "doctor": 1054,  # a device for each member of a measurement; the engine of the run; roles as steps of a job; limits
     "engine": 12193,  # seats; routes; kept ids, caches; stages; two runners; streams; stops; shared merging; gradients
     "families": 1555,  # FLOPs of passes; sizes of routes; modules of targets; rope; weight files; target_parameters
-    "launcher": 5465,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
+    "launcher": 5468,  # virtual time; sweeps; trackers, rolling; first failures; locks, outages; nodes without Slurm
     "library": 474,  # loss, advantage
     "network": 1053,  # listening; types of /v1/tool_calls; the client of served models; parts; idle connections
     "obs": 4669,  # every rollout; trackers; a live page; GPUs; chats; mismatch; joined adapters; damaged files; masks

@@ -120,6 +120,8 @@ def cancel(job: str, *, now: bool = False) -> None:
 
 COMMAND_S = 60.0
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
+_OF_SCRIPT = ("SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_SIGNAL")
+"""sbatch prefers these to the script's own lines, on which the job depends."""
 _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
 _MARKS = "*~#!%$@^-"  # behind a state: Slurm 20.11 and older write DOWN* for a node that does not answer
 
@@ -142,7 +144,8 @@ def submit(script: str, *options: str) -> str:
         fix = "unset it, and submit on a machine of that cluster, or with its SLURM_CONF"
         raise ConfigError("SBATCH_CLUSTERS", reason, fix)
     inside = "SLURM_JOB_ID" in os.environ
-    own = {n: v for n, v in os.environ.items() if n in _OF_CLUSTER or not (inside and n.startswith("SLURM_"))}
+    kept = {n: v for n, v in os.environ.items() if n not in _OF_SCRIPT}
+    own = {n: v for n, v in kept.items() if n in _OF_CLUSTER or not (inside and n.startswith("SLURM_"))}
     output, problem = query("sbatch", "--parsable", *options, answer_s=None, stdin=script, env=own)
     if problem:
         raise EnvironmentError_(f"sbatch refused the job: {problem} (fix: see cluster.slurm)")

@@ -88,9 +88,13 @@ def test_a_job_has_no_options_of_the_allocation_that_it_is_submitted_in(
     with_programs(tmp_path, monkeypatch, sbatch=f"cat > /dev/null; env > {tmp_path}/env; echo 42", scontrol="true")
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_CONF", *(["SLURM_JOB_ID"] if inside else [])):
         monkeypatch.setenv(name, "7")
+    for name in ("SBATCH_SIGNAL", "SBATCH_NO_REQUEUE", "SBATCH_ACCOUNT"):  # the script's lines, and the user's own
+        monkeypatch.setenv(name, "7")
     submit(config, plan, RunStart(config).prepare)
-    has = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines() if line.startswith("SLURM_")}
+    names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    has = {name for name in names if name.startswith(("SLURM_", "SBATCH_"))} - {"SBATCH_ACCOUNT"}
     assert has == ({"SLURM_CONF"} if inside else {"SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_CONF"})
+    assert "SBATCH_ACCOUNT" in names
 
 
 def test_a_refused_job_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
