@@ -69,6 +69,7 @@ SHORT = {
     "service/tinker/sample_tasks.py:Sampling.sample": "one sample; its outcome is kept until it is fetched",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
+    "tasks/scorer.py:ScorerPool.__aenter__": "the removal of abandoned folders; it is awaited",
     "tasks/judge.py:LlmJudge.__call__": "one question to the judge; every answer that asked it awaits it",
     "rollout/worker_process.py:WorkerProcess._called": "one call of a sample's code; the sample awaits it",
     "rollout/controller/evaluation.py:Evaluator._set": "the figures of one set; they are awaited",
