@@ -201,6 +201,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """srun ends its task at SIGTERM; after SIGKILL it would continue."""
+        self.ended = True  # it takes no sample, and is none of those that a worker drains
         if not self.launcher:
             _signal_group(self.process, signal.SIGKILL)
         elif self.process.returncode is None:

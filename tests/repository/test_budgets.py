@@ -41,7 +41,7 @@ LINES = {
     "operations": 528,  # the log of what is not durable: Durable, what a checkpoint keeps of it; tokens of a pass
     "platforms": 177,  # ranges of profilers; peaks of devices; two torch versions; upload; lanes of threads; waits
     "processes": 506,  # stacks after a fatal signal; shared_memory, loading; rare collections; printable; files
-    "rollout": 9504,  # hung samples; rewards of steps; gateways; leases; workers; OpenEnv; curricula; streams; turns
+    "rollout": 9505,  # hung samples; rewards of steps; gateways; leases; workers; OpenEnv; curricula; streams; turns
     "run_folder": 1131,  # remote tokens and keys; sweep.json; sessions; machines; chats; loads; reopened beats; links
     "service": 5403,  # refusals name their field; the log is cut; a quota; decoders; disconnects; states; prefix caches
     "tasks": 3595,  # reward models; mapped rows, rows by column; bad text; tables; golds; verl, TRL; limits of code

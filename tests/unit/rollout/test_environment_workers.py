@@ -561,6 +561,47 @@ def test_a_process_that_answers_no_cancellation_is_killed_with_all_its_samples(
     asyncio.run(asyncio.wait_for(main(), 300))
 
 
+def test_a_process_that_still_ends_costs_none_that_its_worker_drains(tmp_path: Path) -> None:
+    """Three processes: one with a hung sample beside another one, one that was killed and has not ended, a new one."""
+    program, ready = tmp_path / "python", '{"type":"result","number":0}'
+    program.write_text(
+        f"#!/bin/sh\ncd '{tmp_path}'\ntrap 'touch told$$; [ ! -e end ] || exit' TERM\n"
+        f"printf '\\000\\000\\000\\{len(ready):03o}%s' '{ready}'\nwhile [ ! -e end ]; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", python=str(program), workers=1))
+
+    async def main() -> None:
+        async with EnvironmentWorkers(config, FIELDS, {"there": ("env",)}) as workers:
+            (worker,), samples = workers._workers, list[asyncio.Task[PlayResult]]()
+
+            async def start() -> worker_process.WorkerProcess:
+                samples.append(asyncio.create_task(workers.run({"sample": {}})))
+                while not (worker._processes and worker._processes[-1].samples):
+                    await asyncio.sleep(0.01)
+                return worker._processes[-1]
+
+            drained = await start()
+            drained.hung.add(0)
+            killed = await start()
+            while killed is drained:
+                killed = worker._processes[-1]
+                await asyncio.sleep(0.01)
+            killed.hung.add(0)
+            killed.kill()
+            while not (tmp_path / f"told{killed.process.pid}").exists():
+                await asyncio.sleep(0.01)
+            samples.append(asyncio.create_task(workers.run({"sample": {}})))
+            while worker._processes[-1] is killed:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not (tmp_path / f"told{drained.process.pid}").exists()
+            (tmp_path / "end").touch()
+        await asyncio.gather(*samples, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
 def test_a_worker_on_another_node_reaches_several_endpoints() -> None:
     """Its samples have sessions in different processes."""
     config: Any = TypeAdapter(WorkflowConfig).validate_python(gym("Letters", workers=1))
