@@ -33,7 +33,7 @@ def scratch_folder() -> Iterator[Path]:
 def remove_abandoned() -> None:
     """Remove the folders of this user whose owners have ended on this host."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # locked, or gone meanwhile
+        with contextlib.suppress(OSError):  # locked, or removed meanwhile
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

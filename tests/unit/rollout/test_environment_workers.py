@@ -535,7 +535,7 @@ def test_samples_beside_one_that_hangs_end_where_they_run_and_new_ones_run_in_an
                 await asyncio.sleep(0.01)
             return len(list(tmp_path.iterdir())) - number, made.reward
 
-    assert asyncio.run(main()) == (2, 3.0), "no sample is repeated: a file for each, and one to go on"
+    assert asyncio.run(main()) == (2, 3.0), "no sample is repeated: a file for each, and one to continue"
 
 
 def test_a_process_that_answers_no_cancellation_is_killed_with_all_its_samples(
